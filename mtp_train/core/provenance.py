@@ -1,0 +1,91 @@
+"""Versions, digests and atomic writes: what makes an artifact say where it came from.
+
+Knows nothing of the content it stamps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mtp_train import __version__
+from mtp_train.core.errors import UserError
+
+LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "safetensors")
+
+
+def versions() -> dict[str, str]:
+    """Versions of this package, Python and the libraries that shape its numbers."""
+    found = {"mtp_train": __version__, "python": platform.python_version()}
+    return found | {name: importlib.metadata.version(name) for name in LIBRARIES}
+
+
+def digest(value: Any) -> str:
+    """SHA-256 (first 16 hex digits) of a JSON-serialisable value; key order does not matter."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 (64 hex digits) of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def folder_digest(folder: Path, pattern: str = "*.safetensors") -> str:
+    """Digest of the names and bytes of the files in `folder` that match `pattern`."""
+    return digest({path.name: file_digest(path) for path in sorted(folder.glob(pattern))})
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; move it into place when the block ends without an error.
+
+    A reader sees the old file or the whole new one, never a part of it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` to `path` atomically, as UTF-8."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` to `path` atomically, as indented JSON."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file; a missing or damaged one is a `UserError` that names it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError("a file that the run needs must exist", path, "run the stage that writes it") from error
+    except json.JSONDecodeError as error:
+        raise UserError("a JSON file must be well-formed", f"{path}: {error}", "delete it and run its stage again") from error
+
+
+def require_writable(folder: Path) -> None:
+    """Create `folder` and prove that it can be written to, or raise `UserError`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".write-probe-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError("an output folder must be writable", f"{folder} ({error.strerror})", "name another one") from error

@@ -1,0 +1,264 @@
+"""The draft/target engine: continuous batches over paged caches, propose / verify / commit.
+
+One allocator, one page table and one batch plan serve target and head. It drives a `Proposer`; it knows no head
+family, no text and no training.
+
+A step, for sequences whose newest token x[n-1] the target has not read yet (all older ones it has):
+
+    propose   d[1..K] from the carried logits and state
+    verify    target reads rows x[n-1], d[1..K] at positions n-1 .. n-1+K; accept a of K, one more token follows
+    observe   the head re-runs the same rows, same plan, with the target's states; carries row n-1+a
+    commit    a + 1 tokens
+
+Shapes: T rows, B sequences, K drafts, R = K + 1 verified rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mtp_train.attention.paged import BatchPlan, PagedContext, PagedKV, plan_batch
+from mtp_train.batches.align import next_tokens, verified_tokens
+from mtp_train.core.errors import UserError
+from mtp_train.engine.clock import Clock
+from mtp_train.engine.pages import PageAllocator
+from mtp_train.engine.propose import Carry, Draft, NoProposer, Proposer, choose
+from mtp_train.engine.sampling import Sampling, probabilities
+from mtp_train.engine.sequences import Completion, DraftStep, Request, Sequence
+from mtp_train.engine.verify import verify_greedy, verify_sampled
+from mtp_train.models.target import Target
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes of an engine.
+
+    Attributes:
+        max_batch: sequences that run at once.
+        page_size: rows per page.
+        cache_rows: rows of the paged cache, shared by all running sequences.
+        prefill_rows: prompt rows per prefill forward (one longer prompt runs alone).
+    """
+
+    max_batch: int = 64
+    page_size: int = 16
+    cache_rows: int = 32768
+    prefill_rows: int = 2048
+
+
+@dataclass(frozen=True)
+class RunStats:
+    """What one `generate` call took. `seconds` splits `wall` by part; the rest is the engine's own Python."""
+
+    wall: float
+    seconds: dict[str, float]
+    tokens: int
+    steps: int
+
+
+class Engine:
+    """Generates completions for requests.
+
+    Args:
+        proposer: who drafts; none for plain decoding.
+    """
+
+    def __init__(self, target: Target, proposer: Proposer | None = None, config: EngineConfig | None = None) -> None:
+        self.target = target
+        self.proposer: Proposer = proposer or NoProposer()
+        self.config = config or EngineConfig()
+        self.pages = PageAllocator(self.config.cache_rows // self.config.page_size, self.config.page_size)
+        self.cache = PagedKV(
+            target.layers + self.proposer.cache_layers,
+            self.pages.pages,
+            self.config.page_size,
+            target.kv_heads,
+            target.head_width,
+            dtype=target.dtype,
+            device=target.device,
+        )
+        self.stats = RunStats(0.0, {}, 0, 0)
+
+    @torch.inference_mode()
+    def generate(
+        self, requests: Iterable[Request], sampling: Sampling | None = None, on_finish: Callable[[Completion], None] | None = None
+    ) -> list[Completion]:
+        """Complete every request; results come in the requests' order, `on_finish` sees them as they end.
+
+        A request that can't run (empty or too long a prompt, a token outside the vocabulary) is refused alone:
+        its completion says why. `stats` holds the call's times.
+        """
+        run = _Run(self, sampling or Sampling())
+        order = [request.key for request in requests_list(requests, run)]
+        begin = time.perf_counter()
+        done: dict[str, Completion] = {}
+        for completion in run.completions():
+            done[completion.key] = completion
+            if on_finish:
+                on_finish(completion)
+        tokens = sum(len(completion.tokens) for completion in done.values())
+        self.stats = RunStats(time.perf_counter() - begin, run.clock.seconds, tokens, run.steps)
+        return [done[key] for key in order]
+
+    def refusal(self, request: Request) -> str:
+        """Why a request can't run here; empty if it can."""
+        limit = min(self.target.max_positions, self.config.cache_rows - self.proposer.drafts - 1)
+        if not request.prompt:
+            return "an empty prompt has no state to continue from"
+        if len(request.prompt) >= limit:
+            return f"prompt of {len(request.prompt)} tokens leaves no room below {limit} positions"
+        if request.max_new_tokens < 1:
+            return f"max_new_tokens is {request.max_new_tokens}, it must be 1 or more"
+        if min(request.prompt) < 0 or max(request.prompt) >= self.target.vocab_size:
+            return f"a token lies outside the vocabulary of {self.target.vocab_size}"
+        return ""
+
+
+def requests_list(requests: Iterable[Request], run: _Run) -> list[Request]:
+    """Queue the requests; their keys must be unique."""
+    listed = list(requests)
+    if len({request.key for request in listed}) != len(listed):
+        raise UserError("request keys must be unique", f"{len(listed)} requests with repeated keys", "number them")
+    run.waiting.extend(listed)
+    return listed
+
+
+class _Run:
+    """One `generate` call: the queue, the running batch, and what the proposer carries for it."""
+
+    def __init__(self, engine: Engine, sampling: Sampling) -> None:
+        self.engine = engine
+        self.target = engine.target
+        self.proposer = engine.proposer
+        self.sampling = sampling
+        self.generator = torch.Generator(engine.target.device).manual_seed(sampling.seed)
+        self.clock = Clock()
+        self.waiting: deque[Request] = deque()
+        self.running: list[Sequence] = []
+        self.carry: Carry | None = None
+        self.steps = 0
+
+    def completions(self) -> Iterable[Completion]:
+        while self.waiting or self.running:
+            yield from self._refused()
+            self._admit()
+            yield from self._retire()
+            if self.running:
+                self._step()
+                yield from self._retire()
+
+    # --- scheduling -------------------------------------------------------------------------------------------
+
+    def _refused(self) -> Iterable[Completion]:
+        while self.waiting and (reason := self.engine.refusal(self.waiting[0])):
+            request = self.waiting.popleft()
+            yield Completion(request.key, request.prompt, (), f"refused: {reason}")
+
+    def _admit(self) -> None:
+        """Prefill waiting requests while there is room. A sequence's pages for its whole life are taken at once."""
+        config = self.engine.config
+        joining: list[Sequence] = []
+        rows = 0
+        while self.waiting and len(self.running) + len(joining) < config.max_batch:
+            request = self._bounded(self.waiting[0])
+            need = len(request.prompt) + request.max_new_tokens + self.proposer.drafts
+            full = rows and rows + len(request.prompt) > config.prefill_rows
+            if full or self.engine.refusal(request) or not self.engine.pages.fits(need):
+                break
+            self.waiting.popleft()
+            rows += len(request.prompt)
+            joining.append(Sequence(request, self.engine.pages.allocate(need), list(request.prompt)))
+        if joining:
+            self._prefill(joining)
+
+    def _bounded(self, request: Request) -> Request:
+        """The request with its output limited to the positions and the cache that there are."""
+        limit = min(self.target.max_positions, self.engine.config.cache_rows - self.proposer.drafts - 1)
+        room = limit - len(request.prompt)
+        if request.max_new_tokens <= room:
+            return request
+        return Request(request.key, request.prompt, max(room, 1), request.stop_tokens)
+
+    def _retire(self) -> Iterable[Completion]:
+        if not any(sequence.finish for sequence in self.running):
+            return
+        keep = [index for index, sequence in enumerate(self.running) if not sequence.finish]
+        finished = [sequence for sequence in self.running if sequence.finish]
+        self.carry = self.carry.select(keep) if self.carry else None
+        self.running = [self.running[index] for index in keep]
+        for sequence in finished:
+            self.engine.pages.release(sequence.pages)
+            yield sequence.complete()
+
+    # --- one batch --------------------------------------------------------------------------------------------
+
+    def _prefill(self, joining: list[Sequence]) -> None:
+        plan = self._plan(joining, [0] * len(joining), [len(sequence.tokens) for sequence in joining])
+        token_T = self._tensor([token for sequence in joining for token in sequence.tokens])
+        last_B = plan.last_rows()
+        with self.clock("target"):
+            state_TD = self._target_rows(token_T, plan)
+            logits_BV = self.target.logits(state_TD[last_B])
+        with self.clock("sampling"):
+            first_B, _ = choose(logits_BV, self.sampling, self.generator)
+        carry = self.proposer.observe(self.engine.cache, plan, next_tokens(token_T, last_B, first_B), state_TD, last_B, self.clock)
+        if carry is not None:
+            self.carry = carry if self.carry is None else self.carry.join(carry)
+        for sequence, token in zip(joining, first_B.tolist(), strict=True):
+            sequence.commit([token])
+        self.running += joining
+
+    def _step(self) -> None:
+        drafts = self.proposer.drafts
+        newest = [len(sequence.tokens) - 1 for sequence in self.running]
+        draft = self._propose(newest)
+        plan = self._plan(self.running, newest, [drafts + 1] * len(newest))
+        known_B = self._tensor([sequence.tokens[-1] for sequence in self.running])
+        row_BR = known_B.unsqueeze(1) if draft is None else torch.cat([known_B.unsqueeze(1), draft.token_BK], dim=1)
+        with self.clock("target"):
+            state_TD = self._target_rows(row_BR.flatten(), plan)
+            logits_BRV = self.target.logits(state_TD).unflatten(0, row_BR.shape)
+        with self.clock("sampling"):
+            accepted_B, following_B = self._verify(row_BR[:, 1:], draft, logits_BRV)
+        if drafts:
+            row_B = torch.arange(len(newest), device=accepted_B.device) * (drafts + 1) + accepted_B
+            next_BR = verified_tokens(row_BR[:, 1:], accepted_B, following_B)
+            self.carry = self.proposer.observe(self.engine.cache, plan, next_BR.flatten(), state_TD, row_B, self.clock)
+        self._commit(row_BR[:, 1:], accepted_B, following_B)
+        self.steps += 1
+
+    def _propose(self, newest: list[int]) -> Draft | None:
+        if not self.proposer.drafts:
+            return None
+        plans = [self._plan(self.running, [row + step for row in newest], [1] * len(newest)) for step in range(self.proposer.drafts - 1)]
+        return self.proposer.propose(self.engine.cache, plans, self.carry, self.sampling, self.generator, self.clock)
+
+    def _verify(self, draft_BK: Tensor, draft: Draft | None, logits_BRV: Tensor) -> tuple[Tensor, Tensor]:
+        if self.sampling.greedy:
+            return verify_greedy(draft_BK, logits_BRV)
+        target_p = probabilities(logits_BRV, self.sampling.temperature)
+        draft_p = target_p[:, :0] if draft is None or draft.p_BKV is None else draft.p_BKV
+        return verify_sampled(draft_BK, draft_p, target_p, self.generator)
+
+    def _commit(self, draft_BK: Tensor, accepted_B: Tensor, following_B: Tensor) -> None:
+        rows = zip(self.running, draft_BK.tolist(), accepted_B.tolist(), following_B.tolist(), strict=True)
+        for sequence, drafted, accepted, following in rows:
+            if drafted:
+                sequence.steps.append(DraftStep(tuple(drafted), accepted))
+            sequence.commit([*drafted[:accepted], following])
+
+    def _target_rows(self, token_T: Tensor, plan: BatchPlan) -> Tensor:
+        return self.target.forward(token_T, plan.positions, PagedContext.of(self.engine.cache, plan))
+
+    def _plan(self, sequences: list[Sequence], starts: list[int], rows: list[int]) -> BatchPlan:
+        pages = [sequence.pages for sequence in sequences]
+        return plan_batch(pages, starts, rows, self.engine.config.page_size, self.target.device)
+
+    def _tensor(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.target.device)

@@ -1,0 +1,66 @@
+"""What goes into the engine and what comes out, and a sequence's state in between. Knows no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to continue."""
+
+    key: str
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    stop_tokens: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class DraftStep:
+    """One verification: what was drafted and how many of its first tokens were accepted.
+
+    Counted as the engine verified it, also where the output ends inside the accepted run (as vLLM's counters do).
+    """
+
+    drafted: tuple[int, ...]
+    accepted: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished request. `steps` is empty without speculation."""
+
+    key: str
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]  # the stop token included, where one ended it
+    finish: str  # "stop", "length", or "refused: <reason>"
+    steps: tuple[DraftStep, ...] = ()
+
+
+@dataclass
+class Sequence:
+    """A running request."""
+
+    request: Request
+    pages: list[int]
+    tokens: list[int] = field(default_factory=list)  # prompt and output; the target has cached all but the last
+    steps: list[DraftStep] = field(default_factory=list)
+    finish: str = ""
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[len(self.request.prompt) :]
+
+    def commit(self, tokens: list[int]) -> None:
+        """Append verified tokens up to a stop token or the length limit, and note why it ended."""
+        room = self.request.max_new_tokens - len(self.output)
+        for token in tokens[:room]:
+            self.tokens.append(token)
+            if token in self.request.stop_tokens:
+                self.finish = "stop"
+                return
+        if len(self.output) >= self.request.max_new_tokens:
+            self.finish = "length"
+
+    def complete(self) -> Completion:
+        return Completion(self.request.key, self.request.prompt, tuple(self.output), self.finish, tuple(self.steps))

@@ -1,0 +1,129 @@
+"""The MiMo-MTP layout: an `mtp` head of a Llama-type target, as stock vLLM and SGLang load it.
+
+vLLM computes `input_proj([hidden_layernorm(H) | token_layernorm(E)])`, a Qwen2 block, a residual add and
+`final_layernorm`; it zeroes the embedding at position 0 and feeds the normed output back (vLLM 0.32,
+`mimo_mtp.py`). Our head has the embedding first, so the two halves of the projection change places. vLLM always
+builds q/k/v biases and leaves missing ones uninitialised, so zeros are written for a block without them.
+
+Knows tensors and config keys only; the reload check is `reload.py`'s.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtp_train.core.errors import UserError
+from mtp_train.heads.mtp import MtpHead
+from mtp_train.models.target import Target
+
+PREFIX = "model.mtp_layers.0."
+NORMS = {
+    "token_layernorm": "enorm",
+    "hidden_layernorm": "hnorm",
+    "final_layernorm": "final_norm",
+    "input_layernorm": "block.input_layernorm",
+    "post_attention_layernorm": "block.post_attention_layernorm",
+}
+BLOCK = (
+    "self_attn.q_proj.weight",
+    "self_attn.k_proj.weight",
+    "self_attn.v_proj.weight",
+    "self_attn.o_proj.weight",
+    "mlp.gate_proj.weight",
+    "mlp.up_proj.weight",
+    "mlp.down_proj.weight",
+)
+BIASES = ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")
+CONFIG_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_parameters",
+    "hidden_act",
+    "attention_bias",
+    "mlp_bias",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+
+
+def names() -> dict[str, str]:
+    """Name in the layout -> name in `MtpHead`, for every tensor that the head has."""
+    norms = {f"{PREFIX}{theirs}.weight": f"{ours}.weight" for theirs, ours in NORMS.items()}
+    block = {f"{PREFIX}{name}": f"block.{name}" for name in BLOCK}
+    return norms | block | {f"{PREFIX}input_proj.weight": "eh_proj.weight"}
+
+
+def export_tensors(head: MtpHead, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The layout's tensors, complete: nothing missing, nothing else."""
+    ours = head.state_dict()
+    require_block(ours)
+    tensors = {theirs: ours[mine] for theirs, mine in names().items()}
+    tensors[f"{PREFIX}input_proj.weight"] = swap_halves(tensors[f"{PREFIX}input_proj.weight"])
+    for bias in BIASES:
+        rows = tensors[f"{PREFIX}{bias.replace('.bias', '.weight')}"].shape[0]
+        tensors[f"{PREFIX}{bias}"] = ours.get(f"block.{bias}", torch.zeros(rows))
+    return {name: tensor.to(dtype).contiguous().clone() for name, tensor in sorted(tensors.items())}
+
+
+def import_tensors(tensors: dict[str, Tensor], head: MtpHead) -> None:
+    """Load the layout's tensors into `head`; a missing, extra or misshapen one is an error that names it."""
+    ours = head.state_dict()
+    require_block(ours)
+    zero_biases = {f"{PREFIX}{bias}": f"block.{bias}" for bias in BIASES}
+    wanted = names() | {theirs: mine for theirs, mine in zero_biases.items() if mine in ours}
+    _require_names(set(tensors), set(wanted), optional=set(zero_biases))
+    for theirs in set(zero_biases) - set(wanted):
+        if theirs in tensors and bool(tensors[theirs].any()):
+            raise UserError("a bias must be zero for a target without biases", theirs, "import it for another target")
+    loaded = {mine: tensors[theirs].float() for theirs, mine in wanted.items()}
+    loaded["eh_proj.weight"] = swap_halves(loaded["eh_proj.weight"])
+    for name, tensor in loaded.items():
+        if tensor.shape != ours[name].shape:
+            raise UserError("a tensor must have the target's dimensions", f"{name} {tuple(tensor.shape)} for {tuple(ours[name].shape)}", "use the head's own target")
+    head.load_state_dict(loaded)
+
+
+def config(target: Target) -> dict[str, Any]:
+    """The folder's config.json: the target's dimensions, RoPE and norm epsilon, one layer."""
+    theirs = target.config.to_dict()
+    kept = {key: theirs[key] for key in CONFIG_KEYS if key in theirs}
+    kept["head_dim"] = target.head_width
+    return kept | {
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": theirs["model_type"],
+        "num_hidden_layers": 1,
+        "num_nextn_predict_layers": 1,
+        "tie_word_embeddings": False,
+        "dtype": str(target.dtype).removeprefix("torch."),
+    }
+
+
+def require_block(state: dict[str, Tensor]) -> None:
+    """Refuse a head whose block the layout can't hold."""
+    block = {name.removeprefix("block.") for name in state if name.startswith("block.")}
+    allowed = {*BLOCK, *BIASES, "input_layernorm.weight", "post_attention_layernorm.weight"}
+    extra = block - allowed
+    missing = {*BLOCK, "input_layernorm.weight", "post_attention_layernorm.weight"} - block
+    if extra or missing:
+        raise UserError("the MiMo-MTP layout holds a Llama-type block", f"extra {sorted(extra)}, missing {sorted(missing)}", "export to the target's own layout")
+
+
+def swap_halves(weight: Tensor) -> Tensor:
+    """[embedding | hidden] columns to [hidden | embedding] and back."""
+    return torch.cat(weight.chunk(2, dim=1)[::-1], dim=1)
+
+
+def _require_names(found: set[str], wanted: set[str], optional: set[str]) -> None:
+    missing, extra = wanted - found, found - wanted - optional
+    if missing or extra:
+        raise UserError("a head folder must hold the layout's tensors and nothing else", f"missing {sorted(missing)}, extra {sorted(extra)}", "export the head again")

@@ -1,0 +1,115 @@
+"""The `mtp` head: EAGLE's single decoder layer with the RMSNorms restored.
+
+    x   = eh_proj([enorm(e) | hnorm(h)])      e: embedding of token x[p+1], zero at position 0; h: state H[p]
+    out = final_norm(block(x))                block: the target's own decoder layer class, both its norms active
+
+`out` predicts H[p+1]: it feeds the frozen lm_head (logits for x[p+2]) and, while drafting, the next step's `h`.
+The one module serves every draft depth. It is the DeepSeek-V3 MTP module (arXiv 2412.19437, section 2.2) with
+EAGLE's feedback (arXiv 2401.15077), and engines serve it in the MiMo-MTP layout.
+
+The head owns no embedding and no lm_head: both are the target's, frozen. It knows no attention context's insides
+and shifts nothing.
+
+Shapes: T rows, D hidden width.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mtp_train.attention.interface import AttentionContext
+from mtp_train.core.errors import UserError
+from mtp_train.models.target import Target
+
+
+@dataclass(frozen=True)
+class MtpConfig:
+    """How a fresh head begins.
+
+    Attributes:
+        init: `last_layer` copies the target's last block and norms and passes the state through; `random` does not.
+        embedding_noise: standard deviation of the embedding half of `eh_proj` at the start, over sqrt(D).
+    """
+
+    family: str = "mtp"
+    init: str = "last_layer"
+    embedding_noise: float = 0.1
+
+
+class MtpHead(nn.Module):
+    """One draft head. Build it with `build`; its parameters start in float32."""
+
+    family = "mtp"
+
+    def __init__(self, target: Target) -> None:
+        super().__init__()
+        config = copy.deepcopy(target.config)
+        config._attn_implementation = target.config._attn_implementation
+        width = target.hidden_size
+        norm = type(target.base.norm)
+        self.layer = target.layers  # its place in a paged cache: after the target's layers
+        self.enorm = norm(width, eps=_norm_epsilon(target.base.norm))
+        self.hnorm = norm(width, eps=_norm_epsilon(target.base.norm))
+        self.eh_proj = nn.Linear(2 * width, width, bias=False)
+        self.block = _block_class(target)(config, layer_idx=self.layer)
+        self.final_norm = norm(width, eps=_norm_epsilon(target.base.norm))
+        self.rotary = type(target.base.rotary_emb)(config)
+        self.float()
+
+    def forward(self, embedding_TD: Tensor, state_TD: Tensor, position_T: Tensor, context: AttentionContext) -> Tensor:
+        """States [T, D] that predict the target's next ones, for rows (x[p+1], H[p], p)."""
+        embedding = embedding_TD * (position_T != 0).unsqueeze(-1)
+        rows = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(state_TD)], dim=-1)).unsqueeze(0)
+        position = position_T.unsqueeze(0)
+        out = self.block(
+            rows,
+            attention_mask=None,
+            position_ids=position,
+            position_embeddings=self.rotary(rows, position_ids=position),
+            attention_context=context,
+        )
+        return self.final_norm(out).squeeze(0)
+
+
+def build(target: Target, config: MtpConfig, seed: int = 0) -> MtpHead:
+    """A fresh head for `target`, in float32 on its device."""
+    if config.init not in INITS:
+        raise UserError("head.init must be one of " + ", ".join(INITS), config.init, "choose one of them")
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        head = MtpHead(target)
+        for module in head.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+        INITS[config.init](head, target, config)
+    return head.to(target.device)
+
+
+@torch.no_grad()
+def _from_last_layer(head: MtpHead, target: Target, config: MtpConfig) -> None:
+    """Begin as the target's last layer applied once more to its own output state."""
+    head.block.load_state_dict({name: value.float() for name, value in target.base.layers[-1].state_dict().items()})
+    head.final_norm.load_state_dict({name: value.float() for name, value in target.base.norm.state_dict().items()})
+    width = target.hidden_size
+    head.eh_proj.weight[:, :width] = torch.randn(width, width) * config.embedding_noise / width**0.5
+    head.eh_proj.weight[:, width:] = torch.eye(width)
+
+
+def _random(head: MtpHead, target: Target, config: MtpConfig) -> None:
+    """Keep the random start."""
+
+
+INITS = {"last_layer": _from_last_layer, "random": _random}
+
+
+def _block_class(target: Target) -> Any:
+    return type(target.base.layers[-1])
+
+
+def _norm_epsilon(norm: nn.Module) -> float:
+    return float(getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", 1e-6))

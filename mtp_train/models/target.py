@@ -1,0 +1,154 @@
+"""Load a target that a team already serves, frozen, with its attention routed through our contexts.
+
+The forward is transformers' own; what is ours is the ragged batch and the call's context. Knows no head.
+
+Shapes: T rows, D hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+
+from mtp_train.attention import interface
+from mtp_train.core.errors import UserError
+from mtp_train.core.provenance import folder_digest
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+
+
+class Target:
+    """A frozen causal language model: ragged rows in, post-final-norm states out.
+
+    `state` names what `forward` returns, as the store's manifest records it.
+    """
+
+    state = "post_norm"
+
+    def __init__(self, model: nn.Module, path: Path | None = None) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.path = path
+        self.config: PreTrainedConfig = model.config  # type: ignore[assignment]
+        self.base: Any = model.base_model  # type: ignore[union-attr]
+        if not hasattr(self.base, "layers") or not hasattr(self.base, "rotary_emb"):
+            raise UserError(
+                "a target must be a decoder with `layers` and `rotary_emb`", type(model).__name__, "choose another architecture"
+            )
+
+    @classmethod
+    def load(cls, path: str | Path, dtype: str = "bfloat16", *, device: str = "cpu", trust_remote_code: bool = False) -> Target:
+        """Load from a local folder of safetensors.
+
+        Args:
+            dtype: one of `DTYPES`; bfloat16 is what engines serve, float32 is for exact comparisons.
+        """
+        folder = require_model_folder(path)
+        name = interface.register()
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=require_dtype(dtype), attn_implementation=name, use_safetensors=True, trust_remote_code=trust_remote_code
+        )
+        return cls(model.to(device), folder)
+
+    @classmethod
+    def from_config(cls, config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Target:
+        """A randomly initialised target: toy models for exact arithmetic."""
+        config = copy.deepcopy(config)
+        config._attn_implementation = interface.register()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=config._attn_implementation)
+        return cls(model)
+
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, context: interface.AttentionContext) -> Tensor:
+        """Post-final-norm states [T, D] of one ragged batch."""
+        out = self.base(
+            input_ids=tokens_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), use_cache=False, attention_context=context
+        )
+        return out.last_hidden_state.squeeze(0)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """lm_head of post-norm states: [..., D] -> [..., V]."""
+        return self.lm_head(hidden)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[...] -> [..., D]."""
+        return self.base.get_input_embeddings()(tokens)
+
+    @property
+    def lm_head(self) -> nn.Module:
+        return self.model.get_output_embeddings()  # type: ignore[operator]
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.config.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.lm_head.weight.shape[0])  # type: ignore[union-attr, arg-type]
+
+    @property
+    def layers(self) -> int:
+        return len(self.base.layers)
+
+    @property
+    def kv_heads(self) -> int:
+        return int(getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads)
+
+    @property
+    def head_width(self) -> int:
+        return int(getattr(self.config, "head_dim", None) or self.hidden_size // self.config.num_attention_heads)
+
+    @property
+    def max_positions(self) -> int:
+        return int(self.config.max_position_embeddings)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.base.get_input_embeddings().weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.base.get_input_embeddings().weight.device
+
+    @cached_property
+    def hash(self) -> str:
+        """Digest of the weight files: heads and features are bound to it."""
+        return target_hash(self.path) if self.path else "unsaved"
+
+
+def target_hash(path: str | Path) -> str:
+    """Digest of a target folder's weight files (16 hex digits)."""
+    return folder_digest(require_model_folder(path))
+
+
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer that lies in the target's folder."""
+    folder = require_model_folder(path)
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError("a target folder must hold its tokenizer", f"{folder}: {error}", "copy the tokenizer files into it") from error
+
+
+def require_model_folder(path: str | Path) -> Path:
+    """The folder, if it holds a config and safetensors; else a `UserError` that says what is missing."""
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        raise UserError("target.path must be a model folder with config.json", folder, "download the target there or name another folder")
+    if not any(folder.glob("*.safetensors")):
+        raise UserError("a target's weights must be safetensors", f"{folder} without any", "convert the checkpoint to safetensors")
+    return folder
+
+
+def require_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a config's name."""
+    if name not in DTYPES:
+        raise UserError("a dtype must be one of " + ", ".join(DTYPES), name, "choose one of them")
+    return DTYPES[name]
