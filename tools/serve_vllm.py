@@ -1,0 +1,247 @@
+"""Serve prompts in stock vLLM, with or without a draft head, and write its own counters.
+
+Runs inside the serving environment (`tools/setup_serving.sh`), so it imports only the standard
+library, torch and vLLM. It knows nothing of mtp_train: that is what makes it a witness.
+
+    .venv-serving/bin/python tools/serve_vllm.py --target DIR --head DIR --method mtp \
+        --prompts prompt_ids.jsonl --k 3 --out result.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+# vLLM reads these when it is imported; what the caller has set wins.
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
+    "OMP_NUM_THREADS": "2",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+# Substrings of the head's path that make vLLM choose another method than the one asked for.
+METHOD_OVERRIDES = ("eagle-", "eagle3", "dflash", "dspark")
+SMALLEST_CONTEXT = 1024
+COUNTER_PREFIX = "vllm:spec_decode_num_"
+
+
+@dataclass(frozen=True)
+class Counters:
+    """vLLM's speculative counters; a draft is one proposal of k tokens for one sequence."""
+
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_accepted_tokens_per_pos: list[int]
+
+    def minus(self, earlier: Counters) -> Counters:
+        before = earlier.num_accepted_tokens_per_pos or [0] * len(self.num_accepted_tokens_per_pos)
+        return Counters(
+            self.num_drafts - earlier.num_drafts,
+            self.num_draft_tokens - earlier.num_draft_tokens,
+            self.num_accepted_tokens - earlier.num_accepted_tokens,
+            [a - b for a, b in zip(self.num_accepted_tokens_per_pos, before, strict=True)],
+        )
+
+
+def main() -> int:
+    args = parse_args()
+    try:
+        prompts = read_prompts(args.prompts)
+        check_head(args)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    result = serve(args, prompts)
+    write_json(args.out, result)
+    print(summary(result))
+    return 0
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--target", type=Path, required=True, help="folder of the target")
+    parser.add_argument("--head", type=Path, help="folder of the exported head")
+    parser.add_argument("--method", choices=("mtp", "eagle", "none"), required=True)
+    parser.add_argument(
+        "--prompts", type=Path, required=True, help='JSON lines, each {"prompt_ids": [..]}'
+    )
+    parser.add_argument("--k", type=int, default=3, help="draft tokens per step")
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--max-num-seqs", type=int, default=8, help="sequences served at once")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    return parser.parse_args()
+
+
+def read_prompts(path: Path) -> list[list[int]]:
+    """Token ids of every prompt; ValueError names the first line that isn't one."""
+    prompts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            ids = json.loads(line)["prompt_ids"]
+        except (ValueError, KeyError, TypeError):
+            ids = None
+        if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
+            raise ValueError(
+                f'{path}:{number}: every line must be {{"prompt_ids": [int, ..]}}, '
+                f"got {line[:60]!r}; write the prompts as token ids"
+            )
+        prompts.append(ids)
+    if not prompts:
+        raise ValueError(f"{path}: at least one prompt is needed, got none; check the file")
+    return prompts
+
+
+def check_head(args: argparse.Namespace) -> None:
+    folders = [args.target] if args.method == "none" else [args.target, args.head]
+    if None in folders:
+        raise ValueError(f"--method {args.method} needs a head, got none; pass --head DIR")
+    for folder in folders:
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"a model folder holds a config.json, {folder} has none; check it")
+    found = [s for s in METHOD_OVERRIDES if s in str(args.head).lower()]
+    if args.method == "mtp" and found:
+        raise ValueError(
+            f"the head's path must not contain {found[0]!r} (vLLM would override the method), "
+            f"got {args.head}; move or rename the folder"
+        )
+
+
+def serve(args: argparse.Namespace, prompts: list[list[int]]) -> dict[str, Any]:
+    """Generate for all prompts in one batch; counters and time exclude a short warm-up."""
+    import torch
+    import vllm
+
+    started = time.perf_counter()
+    llm = vllm.LLM(**engine_arguments(args, prompts))
+    start_up_s = time.perf_counter() - started
+
+    def sampling(max_tokens: int) -> vllm.SamplingParams:
+        return vllm.SamplingParams(
+            temperature=args.temperature, max_tokens=max_tokens, detokenize=False
+        )
+
+    def generate(ids: list[list[int]], max_tokens: int) -> list[vllm.RequestOutput]:
+        requests = [vllm.TokensPrompt(prompt_token_ids=i) for i in ids]
+        return llm.generate(requests, sampling(max_tokens))
+
+    generate([prompts[0][:4]], 4)  # too short to fill a cached prefix block
+    before = read_counters(llm)
+    started = time.perf_counter()
+    outputs = generate(prompts, args.max_new_tokens)
+    generation_s = time.perf_counter() - started
+    counters = read_counters(llm).minus(before)
+
+    rows = [
+        {"prompt_ids": ids, "output_ids": list(o.outputs[0].token_ids)}
+        for ids, o in zip(prompts, outputs, strict=True)
+    ]
+    new_tokens = sum(len(row["output_ids"]) for row in rows)
+    return {
+        "vllm_version": vllm.__version__,
+        "torch_version": torch.__version__,
+        "settings": {key: settable(value) for key, value in vars(args).items()},
+        "environment": {name: os.environ[name] for name in ENVIRONMENT},
+        "counters": asdict(counters),
+        "acceptance": acceptance(counters),
+        "new_tokens": new_tokens,
+        "start_up_s": round(start_up_s, 3),
+        "generation_s": round(generation_s, 3),
+        "tokens_per_s": round(new_tokens / generation_s, 2),
+        "outputs": rows,
+    }
+
+
+def engine_arguments(args: argparse.Namespace, prompts: list[list[int]]) -> dict[str, Any]:
+    # vLLM stops drafting close to the end of the context: leave room for one more proposal.
+    needed = max(map(len, prompts)) + args.max_new_tokens + args.k + 1
+    arguments: dict[str, Any] = {
+        "model": str(args.target),
+        "dtype": args.dtype,
+        "enforce_eager": True,
+        "max_model_len": max(SMALLEST_CONTEXT, needed),
+        "max_num_seqs": args.max_num_seqs,
+        "disable_log_stats": False,  # the counters are part of the statistics
+        "seed": 0,
+    }
+    if args.method != "none":
+        arguments["speculative_config"] = {
+            "method": args.method,
+            "model": str(args.head),
+            "num_speculative_tokens": args.k,
+        }
+    if args.method == "mtp":
+        # vLLM's MTP class builds itself from the target's config, which has no such entry.
+        arguments["hf_overrides"] = {"num_nextn_predict_layers": 1}
+    return arguments
+
+
+def read_counters(llm: LLM) -> Counters:
+    values: dict[str, Any] = {}
+    for metric in llm.get_metrics():
+        if metric.name.startswith(COUNTER_PREFIX):
+            value = metric.values if hasattr(metric, "values") else metric.value
+            values[metric.name.removeprefix(COUNTER_PREFIX)] = value
+    return Counters(
+        num_drafts=int(values.get("drafts", 0)),
+        num_draft_tokens=int(values.get("draft_tokens", 0)),
+        num_accepted_tokens=int(values.get("accepted_tokens", 0)),
+        num_accepted_tokens_per_pos=[int(v) for v in values.get("accepted_tokens_per_pos", [])],
+    )
+
+
+def acceptance(counters: Counters) -> dict[str, Any] | None:
+    """tau = 1 + accepted / drafts; per position: share of drafts accepted up to there.
+
+    Both are vLLM's definitions (`vllm/v1/spec_decode/metrics.py`); None without a head.
+    """
+    if counters.num_drafts == 0:
+        return None
+    return {
+        "tau": 1 + counters.num_accepted_tokens / counters.num_drafts,
+        "acceptance_rate": counters.num_accepted_tokens / counters.num_draft_tokens,
+        "per_position_unconditional": [
+            accepted / counters.num_drafts for accepted in counters.num_accepted_tokens_per_pos
+        ],
+    }
+
+
+def settable(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def summary(result: dict[str, Any]) -> str:
+    line = (
+        f"vLLM {result['vllm_version']}: {result['new_tokens']} tokens in "
+        f"{result['generation_s']:.1f} s, {result['tokens_per_s']:.1f} tokens/s"
+    )
+    measured = result["acceptance"]
+    if measured is None:
+        return line
+    positions = " ".join(f"{rate:.4f}" for rate in measured["per_position_unconditional"])
+    drafts = result["counters"]["num_drafts"]
+    return f"{line}; {drafts} drafts, tau {measured['tau']:.4f}, per position {positions}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
