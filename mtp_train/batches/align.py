@@ -71,6 +71,14 @@ def verified_tokens(draft_BK: Tensor, accepted_B: Tensor, following_B: Tensor) -
     return padded.scatter(1, accepted_B.unsqueeze(1), following_B.unsqueeze(1))
 
 
+def answer_rows(prompt: int, length: int) -> tuple[slice, slice]:
+    """Of one sequence whose answer begins at token `prompt`: the target's rows that chose the answer's tokens (the
+    goals), and the head's rows that predict the same tokens at the first draft step.
+    """
+    first = max(prompt - 1, 1)
+    return slice(first, length - 1), slice(first - 1, length - 2)
+
+
 def _bounds(offsets: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
     """First row and end of each row's document, [T] each."""
     edge = torch.as_tensor(offsets, dtype=torch.int64, device=device)

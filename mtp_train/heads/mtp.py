@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from mtp_train.attention.interface import AttentionContext
+from mtp_train.attention.packed import PackedContext
 from mtp_train.core.errors import UserError
 from mtp_train.models.target import Target
 
@@ -32,7 +33,8 @@ class MtpConfig:
     """How a fresh head begins.
 
     Attributes:
-        init: `last_layer` copies the target's last block and norms and passes the state through; `random` does not.
+        init: `last_layer` begins as the target's last layer applied once more, with its final norm undone before it;
+            `random` does not.
         embedding_noise: standard deviation of the embedding half of `eh_proj` at the start, over sqrt(D).
     """
 
@@ -92,12 +94,36 @@ def build(target: Target, config: MtpConfig, seed: int = 0) -> MtpHead:
 
 @torch.no_grad()
 def _from_last_layer(head: MtpHead, target: Target, config: MtpConfig) -> None:
-    """Begin as the target's last layer applied once more to its own output state."""
+    """Begin as the target's last layer applied once more to its own output.
+
+    H = x / rms(x) * w is the final norm's output, but the block expects the residual x. `hnorm` computes
+    H / rms(H) * v: with v = r / w it points along x, and r = typical rms(x) * rms(H) gives it x's length.
+    """
     head.block.load_state_dict({name: value.float() for name, value in target.base.layers[-1].state_dict().items()})
     head.final_norm.load_state_dict({name: value.float() for name, value in target.base.norm.state_dict().items()})
     width = target.hidden_size
     head.eh_proj.weight[:, :width] = torch.randn(width, width) * config.embedding_noise / width**0.5
     head.eh_proj.weight[:, width:] = torch.eye(width)
+    head.hnorm.weight.copy_(_residual_scale(target) / _nonzero(target.base.norm.weight.float()))
+
+
+def _residual_scale(target: Target) -> Tensor:
+    """Median over rows of rms(x) * rms(H), x the residual before the final norm, on a fixed random text."""
+    seen: dict[str, Tensor] = {}
+    hook = target.base.norm.register_forward_pre_hook(lambda _, inputs: seen.update(x=inputs[0]))
+    rows = min(64, target.max_positions)
+    token_T = torch.randint(target.vocab_size, (rows,), generator=torch.Generator().manual_seed(0)).to(target.device)
+    try:
+        state_TD = target.forward(token_T, torch.arange(rows, device=target.device), PackedContext([0, rows]))
+    finally:
+        hook.remove()
+    before, after = (value.float().square().mean(-1).sqrt().flatten() for value in (seen["x"], state_TD))
+    return (before * after)[rows // 4 :].median()  # the first rows' residuals are outliers
+
+
+def _nonzero(weight_D: Tensor, smallest: float = 1e-3) -> Tensor:
+    """The weights with their magnitude kept away from 0."""
+    return torch.where(weight_D < 0, -1.0, 1.0) * weight_D.abs().clamp(min=smallest)
 
 
 def _random(head: MtpHead, target: Target, config: MtpConfig) -> None:

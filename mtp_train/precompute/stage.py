@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ from mtp_train.precompute.gate import GateResult, check_choices, check_rows
 from mtp_train.store.manifest import NAME, Contract, Manifest
 from mtp_train.store.shards import describe_shard, open_shard, shard_name, write_shard
 from mtp_train.text.sources import Answer
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ def plan_shards(sequences: Sequence[TokenizedConversation], budget: int) -> list
     return list(fill([(sequence, len(sequence.tokens)) for sequence in sequences], budget))
 
 
-def fill[T](sized: Sequence[tuple[T, int]], budget: int) -> Iterator[list[T]]:
+def fill(sized: Sequence[tuple[T, int]], budget: int) -> Iterator[list[T]]:
     """Group consecutive items by size; an item above the budget stands alone."""
     group: list[T] = []
     used = 0

@@ -98,6 +98,20 @@ class FeatureStore:
         """Tokens of every sequence, in order."""
         return [int(length) for number in range(len(self.manifest.shards)) for length in self._shard(number)[2].diff()]
 
+    def loss_tokens(self) -> list[int]:
+        """Tokens with mask 1 of every sequence, in order."""
+        counts: list[int] = []
+        for number in range(len(self.manifest.shards)):
+            shard, _, offsets = self._shard(number)
+            running = torch.cat([torch.zeros(1, dtype=torch.int64), shard.get_tensor("loss_mask").long().cumsum(0)])
+            counts += running[offsets].diff().tolist()
+        return counts
+
+    def token_counts(self, vocabulary: int) -> Tensor:
+        """How often each token stands in the store [vocabulary]."""
+        shards = (self._shard(number)[0] for number in range(len(self.manifest.shards)))
+        return sum((torch.bincount(shard.get_tensor("tokens"), minlength=vocabulary) for shard in shards), torch.zeros(vocabulary, dtype=torch.int64))
+
     def _locate(self, index: int) -> tuple[safe_open, list[str], Tensor, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")

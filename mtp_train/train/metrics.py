@@ -5,6 +5,7 @@ Shapes: T rows, N goals, S draft steps.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -38,6 +39,15 @@ class ValidationSums:
         prefix, chains = joint_prefix(loss)
         self.prefix = [old + new for old, new in zip(self.prefix, prefix.tolist(), strict=True)]
         self.chains += chains
+
+    def reduce(self, total: Callable[[Tensor], Tensor]) -> None:
+        """Add up over ranks: `total` sums a tensor over all of them."""
+        names = ("kl", "state", "alpha", "agree", "terms", "prefix")
+        table = torch.tensor([getattr(self, name) for name in names] + [[self.chains] * self.steps], dtype=torch.float64)
+        rows = total(table).tolist()
+        for name, row in zip(names, rows, strict=False):
+            setattr(self, name, row)
+        self.chains = rows[-1][0]
 
     def summary(self) -> dict[str, float]:
         """Means per step (`kl/1` is the first draft's), and tau by joint prefixes: never a product of marginals."""

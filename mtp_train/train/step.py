@@ -41,18 +41,22 @@ class RolloutModule(nn.Module):
     The target is held outside the module tree: it is neither trained, nor replicated, nor saved.
     """
 
-    def __init__(self, head: nn.Module, target: Target) -> None:
+    def __init__(self, head: nn.Module, target: Target, vocabulary_U: Tensor | None = None) -> None:
+        """vocabulary_U: token ids over which the training loss compares p and q; None is the whole vocabulary."""
         super().__init__()
         self.head = head
         self._target = [target]
+        self._whole = target.lm_head.weight.detach()
+        self._part = self._whole if vocabulary_U is None else self._whole[vocabulary_U].contiguous()
 
     def forward(self, pack: Pack, steps: int, measure: bool = False) -> PackLoss:
+        """Roll out over `pack`; `measure` is for validation: alpha too, always over the whole vocabulary."""
         target = self._target[0]
         aligned = rollout(pack.token_T, pack.loss_mask_T, pack.offsets, steps)
         outs = head_states(self.head, target, pack.hidden_TD, aligned, RolloutContext(pack.offsets))
         student = torch.stack([out_TD.index_select(0, source_N) for out_TD, source_N in zip(outs, aligned.source_SN, strict=True)]).float()
         teacher = pack.hidden_TD[aligned.goal_N]
-        result = distill(student, teacher, target.lm_head.weight.detach(), measure=measure)  # type: ignore[union-attr, operator]
+        result = distill(student, teacher, self._whole if measure else self._part, measure=measure)
         return PackLoss(result, smooth_l1(student, teacher.float()), aligned)
 
 

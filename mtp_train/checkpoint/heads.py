@@ -1,0 +1,115 @@
+"""Write, find and load head checkpoints. A head is refused for another target than its own, before it is used.
+
+A checkpoint is a folder: `head.safetensors` (float32), `head.json` (family, target, sizes, provenance, hash of the
+tensors), and what the trainer adds for resuming. Folders appear whole, by rename.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mtp_train.core.errors import UserError
+from mtp_train.core.provenance import file_digest, read_json, require_writable, versions, write_json
+from mtp_train.heads.mtp import MtpHead
+from mtp_train.models.target import Target
+
+TENSORS = "head.safetensors"
+CARD = "head.json"
+FAMILIES = {"mtp": MtpHead}
+
+
+@dataclass(frozen=True)
+class HeadCard:
+    """What a checkpoint says of itself."""
+
+    family: str
+    target_hash: str
+    state: str
+    hidden_size: int
+    vocab_size: int
+    step: int
+    sha256: str = ""  # of the tensor file
+    config: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=versions)
+
+
+def save_checkpoint(folder: Path, head: MtpHead, card: HeadCard, extra: dict[str, dict[str, Tensor]] | None = None, notes: dict[str, Any] | None = None) -> None:
+    """Write a checkpoint folder atomically.
+
+    Args:
+        extra: file name -> tensors, beside the head's.
+        notes: file name -> JSON value.
+    """
+    temporary = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(temporary, ignore_errors=True)
+    require_writable(temporary)
+    tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in head.state_dict().items()}
+    save_file(tensors, temporary / TENSORS)
+    for name, values in (extra or {}).items():
+        save_file({key: value.cpu().contiguous() for key, value in values.items()}, temporary / name)
+    for name, value in (notes or {}).items():
+        write_json(temporary / name, value)
+    write_json(temporary / CARD, asdict(card) | {"sha256": file_digest(temporary / TENSORS)})
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(temporary, folder)
+
+
+def read_card(folder: Path) -> HeadCard:
+    """The checkpoint's card; a folder without one is no checkpoint."""
+    if not (folder / CARD).is_file():
+        raise UserError(f"a head checkpoint must hold {CARD}", folder, "run train, or name the folder it wrote")
+    return HeadCard(**read_json(folder / CARD))
+
+
+def load_head(folder: Path, target: Target) -> tuple[MtpHead, HeadCard]:
+    """Load a head for `target`, in float32; every mismatch is an error that names it."""
+    card = read_card(folder)
+    if card.family not in FAMILIES:
+        raise UserError("a head's family must be one of " + ", ".join(FAMILIES), card.family, "update mtp_train")
+    require_match(card, target)
+    if file_digest(folder / TENSORS) != card.sha256:
+        raise UserError("a head's tensors must be the bytes its card names", folder / TENSORS, "restore the file from a backup")
+    head = FAMILIES[card.family](target)
+    head.load_state_dict(load_tensors(folder / TENSORS, head.state_dict()))
+    return head.to(target.device), card
+
+
+def require_match(card: HeadCard, target: Target) -> None:
+    """Raise unless the head was trained for this target and this state."""
+    for name, found, expected in (
+        ("hidden_size", card.hidden_size, target.hidden_size),
+        ("vocab_size", card.vocab_size, target.vocab_size),
+        ("state", card.state, target.state),
+        ("target_hash", card.target_hash, target.hash),
+    ):
+        if found != expected:
+            raise UserError(f"a head must be used with its own target ({name} {expected})", found, "name the target it was trained for")
+
+
+def load_tensors(path: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a file, held against names, shapes and finiteness."""
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, FileNotFoundError) as error:
+        raise UserError("a checkpoint must hold a whole safetensors file", f"{path}: {error}", "use another checkpoint") from error
+    if set(tensors) != set(expected):
+        raise UserError("a checkpoint must hold the head's tensors", f"difference {sorted(set(tensors) ^ set(expected))}", "use another checkpoint")
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name].shape:
+            raise UserError("a tensor must have the head's shape", f"{name} {tuple(tensor.shape)} for {tuple(expected[name].shape)}", "use another checkpoint")
+        if not bool(tensor.isfinite().all()):
+            raise UserError("a head's weights must be finite", f"{name} in {path}", "use an earlier checkpoint")
+    return tensors
+
+
+def find_checkpoints(folder: Path) -> list[Path]:
+    """Whole checkpoints below `folder`, oldest step first."""
+    return sorted(path.parent for path in folder.glob(f"step-*/{CARD}"))

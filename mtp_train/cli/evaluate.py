@@ -1,0 +1,72 @@
+"""`mtp-train evaluate`: acceptance, losslessness, validation and speed of the run's head, through the engine."""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from mtp_train.checkpoint.heads import load_head
+from mtp_train.cli.job import Job
+from mtp_train.cli.run_folder import run_stage
+from mtp_train.core.provenance import file_digest, versions, write_json
+from mtp_train.core.records import Accounting
+from mtp_train.evaluate import stage as measure
+from mtp_train.evaluate.stage import EvaluateConfig, PromptSet, prompt_set
+from mtp_train.regenerate.stage import stop_tokens
+from mtp_train.text.sources import read_answers
+from mtp_train.train.loop import CURVES
+
+SETS = ("heldout", "ood")
+
+
+def stage(job: Job) -> None:
+    config: EvaluateConfig = job.section("evaluate", EvaluateConfig)
+    before = [job.folder.require(name)["outputs"] for name in ("regenerate", "train")]
+    inputs = [asdict(config), asdict(job.engine_config), before, job.target_inputs]
+    run_stage(job.folder, "evaluate", inputs, lambda: _work(job, config))
+
+
+def _work(job: Job, config: EvaluateConfig) -> Any:
+    target = job.target()
+    head, card = load_head(job.folder.head, target)
+    sets = _sets(job, config)
+    figures, completions = measure.measure_acceptance(target, head, sets, config, job.engine_config)
+    requests = measure.spread(sets[0].requests, config.speed_prompts)
+    speed = measure.measure_speed(target, head, requests, config) if requests else {}
+    lossless = measure.measure_lossless(job.target("float32"), head, sets, config, job.engine_config) if config.lossless_prompts else {}
+    evaluation = {
+        "format": 1,
+        "target": {"path": str(target.path), "hash": target.hash, "hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "layers": target.layers},
+        "head": {"family": card.family, "parameters": sum(p.numel() for p in head.parameters()), "step": card.step, "sha256": card.sha256},
+        "versions": versions(),
+        "data_digest": job.folder.require("precompute")["outputs"],
+        "command": job.command,
+        "machine": {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads(), "device": job.device},
+        "k": config.drafts,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "max_new_tokens": config.max_new_tokens,
+        "sets": figures,
+        "validation": measure.validation_figures(target, head, sets[0], _last_validation(job)),
+        "lossless": lossless,
+        "speed": speed,
+        "examples": measure.make_examples(job.tokenizer, sets[0], completions, config.examples),
+    }
+    write_json(job.folder.evaluation, evaluation)
+    return file_digest(job.folder.evaluation)
+
+
+def _sets(job: Job, config: EvaluateConfig) -> list[PromptSet]:
+    """The held-out prompts first, then those out of domain where the run has any."""
+    stop = stop_tokens(job.tokenizer)
+    found = [name for name in SETS if job.folder.answers(name).is_file()]
+    return [prompt_set(name, read_answers(job.folder.answers(name), Accounting()), stop, config.max_new_tokens) for name in found]
+
+
+def _last_validation(job: Job) -> dict[str, float]:
+    """The trainer's own last figures on the held-out features."""
+    rows = [json.loads(line) for line in (job.folder.stage("train") / CURVES).read_text(encoding="utf-8").splitlines()]
+    return next((row["validation"] for row in reversed(rows) if "validation" in row), {})

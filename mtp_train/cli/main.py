@@ -1,0 +1,55 @@
+"""The command `mtp-train <stage> [overrides]`. A user's mistake is one line and exit status 2, without a traceback."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+
+from mtp_train.core.errors import UserError
+
+STAGES = ("regenerate", "precompute", "train", "evaluate", "report", "export")
+USAGE = f"""usage: mtp-train STAGE [recipe=NAME] [key=value ...]
+
+stages: {", ".join(STAGES)}
+        run            all of them, in this order; what is done already is not done again
+
+keys:   see conf/ (target.path, run, train.epochs, ...); `run` names the folder in which stages find each other
+"""
+
+
+def main() -> int:
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(USAGE)
+        return 0 if arguments else 2
+    return guarded(lambda: dispatch(arguments[0], arguments[1:]))
+
+
+def dispatch(name: str, overrides: list[str]) -> None:
+    """Run one stage, or all."""
+    if name not in (*STAGES, "run"):
+        raise UserError("a stage must be one of " + ", ".join((*STAGES, "run")), name, "see mtp-train --help")
+    # Stages load torch and transformers; a typing mistake should not wait for them.
+    from mtp_train.cli.job import Job
+
+    job = Job(overrides)
+    for stage in STAGES if name == "run" else (name,):
+        importlib.import_module(f"mtp_train.cli.{stage}").stage(job)
+
+
+def guarded(work: Callable[[], None]) -> int:
+    """Run `work`; print what a user can act on as one line."""
+    try:
+        work()
+    except UserError as error:
+        print(f"mtp-train: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("mtp-train: interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

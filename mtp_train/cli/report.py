@@ -1,0 +1,26 @@
+"""`mtp-train report`: the evaluation as a page, as Markdown and as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from mtp_train.cli.job import Job
+from mtp_train.cli.run_folder import run_stage
+from mtp_train.core.progress import say
+from mtp_train.core.provenance import file_digest, read_json
+from mtp_train.report.stage import write_report
+from mtp_train.train.loop import CURVES
+
+
+def stage(job: Job) -> None:
+    before = [job.folder.require(name)["outputs"] for name in ("evaluate", "train")]
+    run_stage(job.folder, "report", [before, job.folder.seconds()], lambda: _work(job))
+
+
+def _work(job: Job) -> Any:
+    curves = [json.loads(line) for line in (job.folder.stage("train") / CURVES).read_text(encoding="utf-8").splitlines()]
+    out = job.folder.stage("report")
+    write_report(read_json(job.folder.evaluation), curves, job.folder.seconds(), out)
+    say(f"report: open {out / 'index.html'}")
+    return file_digest(out / "report.json")

@@ -1,0 +1,54 @@
+"""Validation loss through the engine: its paged target and its head, in the dtype that serves. No training code.
+
+Shapes: L tokens of one sequence, D hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mtp_train.attention.paged import PagedContext, PagedKV, plan_batch
+from mtp_train.batches.align import answer_rows, next_tokens
+from mtp_train.models.target import Target
+from mtp_train.text.sources import Answer
+
+PAGE = 16
+
+
+@torch.inference_mode()
+def engine_validation(target: Target, head: torch.nn.Module, answers: Sequence[Answer]) -> dict[str, float]:
+    """Mean KL, alpha and agreement of the first draft over the answers' tokens, as `train` names them."""
+    totals = torch.zeros(3, dtype=torch.float64)
+    count = 0
+    for answer in answers:
+        values = _first_draft(target, head, answer)
+        totals += values.sum(1).double().cpu()
+        count += values.shape[1]
+    means = (totals / max(count, 1)).tolist()
+    return dict(zip(("kl/1", "alpha/1", "agree/1"), means, strict=True))
+
+
+def _first_draft(target: Target, head: torch.nn.Module, answer: Answer) -> Tensor:
+    """KL, alpha and agreement at each row that predicts a token of the answer [3, rows].
+
+    The target reads the sequence over its paged cache, the head the same rows under the same plan; the head's row p
+    and the target's row p+1 speak of the same token.
+    """
+    token_L = torch.tensor(answer.prompt_ids + answer.output_ids, device=target.device)
+    rows = len(token_L)
+    pages = [list(range(-(-rows // PAGE)))]
+    cache = PagedKV(target.layers + 1, len(pages[0]), PAGE, target.kv_heads, target.head_width, dtype=target.dtype, device=target.device)
+    plan = plan_batch(pages, [0], [rows], PAGE, target.device)
+    context = PagedContext.of(cache, plan)
+    state_LD = target.forward(token_L, plan.positions, context)
+    following = next_tokens(token_L, plan.last_rows(), token_L[-1:])
+    out_LD = head(target.embed(following), state_LD, plan.positions, context)
+    goals, sources = answer_rows(len(answer.prompt_ids), rows)
+    p = torch.softmax(target.logits(state_LD[goals]).float(), dim=-1)
+    log_q = torch.log_softmax(target.logits(out_LD[sources]).float(), dim=-1)
+    q = log_q.exp()
+    kl = torch.special.xlogy(p, p).sum(-1) - (p * log_q).sum(-1)
+    return torch.stack([kl, torch.minimum(p, q).sum(-1), (p.argmax(-1) == q.argmax(-1)).float()])

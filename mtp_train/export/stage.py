@@ -1,0 +1,152 @@
+"""Checkpoint to serving folder: write, load back, compare logits. Knows no training.
+
+An export that can't be loaded back to the same logits is not left on disk.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mtp_train.attention.packed import RolloutContext
+from mtp_train.batches.align import rollout
+from mtp_train.core.errors import UserError
+from mtp_train.core.provenance import read_json, require_writable, versions, write_json, write_text
+from mtp_train.export import mimo
+from mtp_train.heads.mtp import MtpHead
+from mtp_train.models.target import Target
+
+FORMATS = ("mimo_mtp",)
+FORBIDDEN = ("eagle-", "eagle3", "dflash", "dspark")  # vLLM reads the method from these in the head's path
+TENSORS = "model.safetensors"
+CHECK_ROWS = 24
+CHECK_STEPS = 3
+CHECK_POSITIONS = (1, 5000)
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Where a head goes.
+
+    Attributes:
+        format: one of `FORMATS`.
+    """
+
+    format: str = "mimo_mtp"
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise UserError("export.format must be one of " + ", ".join(FORMATS), self.format, "choose one of them")
+
+
+def export_head(head: MtpHead, target: Target, config: ExportConfig, out: Path, figures: dict[str, Any]) -> dict[str, float]:
+    """Write `head` for serving to folder `out`; returns the reload check's largest differences.
+
+    figures: what the model card shows of the evaluation.
+    """
+    _require_servable(out)
+    temporary = out.with_name(f".{out.name}.part")
+    shutil.rmtree(temporary, ignore_errors=True)
+    require_writable(temporary)
+    save_file(mimo.export_tensors(head, target.dtype), temporary / TENSORS, metadata={"format": "pt"})
+    write_json(temporary / "config.json", mimo.config(target))
+    write_text(temporary / "README.md", model_card(target, config, figures))
+    check = reload_check(head, target, temporary)
+    shutil.rmtree(out, ignore_errors=True)
+    os.replace(temporary, out)
+    return check
+
+
+def import_head(folder: Path, target: Target) -> MtpHead:
+    """A head in the MiMo-MTP layout, as a head of ours for `target`."""
+    if read_json(folder / "config.json").get("architectures") != ["MiMoForCausalLM"]:
+        raise UserError("a head to import must be in a known layout (MiMoForCausalLM)", folder, "see `mtp-train export` for the formats")
+    head = MtpHead(target)
+    mimo.import_tensors(load_file(folder / TENSORS), head)
+    return head.to(target.device)
+
+
+def reload_check(head: MtpHead, target: Target, folder: Path) -> dict[str, float]:
+    """Logits of the head and of the exported folder, step by step, at low and high positions; raise if they differ.
+
+    Both run in the target's dtype, which the export is written in: the logits must be the same numbers.
+    """
+    ours = MtpHead(target).to(target.device)
+    ours.load_state_dict(head.state_dict())
+    theirs = import_head(folder, target)
+    differences: dict[str, float] = {}
+    for position in CHECK_POSITIONS:
+        pairs = zip(_chain_logits(ours, target, position), _chain_logits(theirs, target, position), strict=True)
+        for step, (mine, exported) in enumerate(pairs, start=1):
+            differences[f"position {position}, draft step {step}"] = float((mine - exported).abs().max())
+    worst = max(differences.values())
+    if worst > 0:
+        raise UserError("an exported head's logits must be the head's own", f"largest difference {worst:.3g}", "report this: the layout's mapping is wrong")
+    return differences
+
+
+@torch.inference_mode()
+def _chain_logits(head: MtpHead, target: Target, position: int) -> list[Tensor]:
+    """Logits of the draft steps of a chain over fixed rows that begin at `position` [rows, V] each."""
+    served = head.to(target.dtype)
+    generator = torch.Generator().manual_seed(0)
+    token_T = torch.randint(target.vocab_size, (CHECK_ROWS,), generator=generator).to(target.device)
+    state_TD = torch.randn(CHECK_ROWS, target.hidden_size, generator=generator).to(target.device, target.dtype)
+    aligned = rollout(token_T, torch.ones_like(token_T), [0, CHECK_ROWS], CHECK_STEPS)
+    context = RolloutContext([0, CHECK_ROWS])
+    logits = []
+    for step_token_T, step_position_T in zip(aligned.token_ST, aligned.position_ST, strict=True):
+        state_TD = served(target.embed(step_token_T), state_TD, step_position_T + position, context)
+        logits.append(target.logits(state_TD).float())
+    return logits
+
+
+def _require_servable(out: Path) -> None:
+    found = [word for word in FORBIDDEN if word in str(out.resolve()).lower()]
+    if found:
+        raise UserError("the export's path must not contain " + ", ".join(FORBIDDEN) + " (vLLM would override the method)", out, "use another run folder")
+
+
+def model_card(target: Target, config: ExportConfig, figures: dict[str, Any]) -> str:
+    """README.md of the export: what it is, how to serve it, what was measured."""
+    greedy = figures.get("greedy")
+    measured = "Acceptance was not measured before this export."
+    if greedy:
+        positions = " / ".join(f"{value:.3f}" for value in greedy["per_position"])
+        measured = (
+            f"Measured in mtp_train's engine, greedy, k = {len(greedy['per_position'])}, {greedy['prompts']} held-out prompts: "
+            f"tau {greedy['tau']:.3f}, acceptance per position {positions}."
+        )
+    name = target.path.name if target.path else "the target"
+    libraries = ", ".join(f"{key} {value}" for key, value in versions().items())
+    return f"""# Draft head for {name}
+
+An MTP head ({config.format} layout) that drafts for the target with weights hash `{target.hash}`. Use it with no other target.
+
+{measured}
+
+## vLLM (0.32.0 tried)
+
+```python
+LLM(model=TARGET, hf_overrides={{"num_nextn_predict_layers": 1}},
+    speculative_config={{"method": "mtp", "model": HEAD, "num_speculative_tokens": 3}})
+```
+
+`HEAD` must not contain {", ".join(f"`{word}`" for word in FORBIDDEN)}: vLLM would take another method.
+
+## SGLang (from its source, not run)
+
+```
+python -m sglang.launch_server --model-path TARGET --speculative-algorithm EAGLE \\
+    --speculative-draft-model-path HEAD --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4
+```
+
+Written by {libraries}. The licence is that of the target's weights and of your training data.
+"""

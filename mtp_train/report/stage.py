@@ -1,0 +1,44 @@
+"""Writes the report: JSON for programs, Markdown for diffs, HTML for people. Knows no way to measure anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mtp_train.core.errors import UserError
+from mtp_train.core.provenance import write_json, write_text
+from mtp_train.report.markdown import markdown
+from mtp_train.report.page import page
+
+FORMAT = 1  # of report.json
+EVALUATION_FORMAT = 1  # what this code reads
+
+
+def write_report(
+    evaluation: Mapping[str, Any],
+    curves: Sequence[Mapping[str, Any]],
+    stages: Mapping[str, float],
+    out: Path,
+) -> None:
+    """Write `report.json`, `report.md` and `index.html` into `out`, each whole or not at all.
+
+    Args:
+        evaluation: the evaluate stage's JSON.
+        curves: training and validation rows by step.
+        stages: seconds per stage; may be empty.
+
+    Raises:
+        UserError: the evaluation is of another format.
+    """
+    found = evaluation.get("format")
+    if found != EVALUATION_FORMAT:
+        raise UserError(
+            f"an evaluation must be of format {EVALUATION_FORMAT}",
+            found,
+            "run the evaluate stage again",
+        )
+    told = {"format": FORMAT, "evaluation": evaluation, "curves": curves, "stages": stages}
+    write_text(out / "index.html", page(evaluation, curves, stages))
+    write_text(out / "report.md", markdown(evaluation, curves, stages))
+    write_json(out / "report.json", told)

@@ -1,0 +1,210 @@
+"""The evaluation as tables of text, one set for every output, so that page and Markdown can't disagree.
+
+Knows no markup: a cell is text, and whoever writes it escapes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mtp_train.report.figures import (
+    MISSING,
+    anything,
+    count,
+    figure,
+    interval,
+    scientific,
+    signed,
+)
+from mtp_train.report.measures import Measure, comparisons, measures, parts, runs
+
+Row = tuple[str, ...]
+LABELS = ("set", "decoding", "category")
+CURVE_ROWS = 20  # a long training curve is thinned to about as many rows
+
+
+@dataclass(frozen=True)
+class Table:
+    """`labels` leading columns are words; the rest are figures, set flush right."""
+
+    title: str
+    header: Row
+    rows: Sequence[Row]
+    labels: int = 1
+    note: str = ""
+
+
+def acceptance(evaluation: Mapping[str, Any]) -> Table:
+    counts = ("prompts", "tokens", "drafts")
+    header = (*LABELS, *counts, "tau", "95 % interval", "macro tau", "acceptance rate")
+    rows = [acceptance_row(measure) for measure in measures(evaluation)]
+    note = "tau counts the bonus token; macro tau is the mean over prompts."
+    return Table("Acceptance length", header, rows, 3, note)
+
+
+def labels(measure: Measure) -> Row:
+    return measure.set_name, measure.mode_name, measure.category or "all"
+
+
+def acceptance_row(measure: Measure) -> Row:
+    values = measure.values
+    counts = (count(values.get(name)) for name in ("prompts", "tokens", "drafts"))
+    tau = figure(values["tau"]), interval(values.get("tau_ci")), figure(values.get("tau_macro"))
+    return *labels(measure), *counts, *tau, figure(values.get("acceptance_rate"))
+
+
+def positions(evaluation: Mapping[str, Any]) -> Table:
+    found = measures(evaluation)
+    depth = max(len(measure.values["per_position"]) for measure in found)
+    names = [
+        name for i in range(1, depth + 1) for name in (f"{i}", f"{i}: 95 %", f"{i} given earlier")
+    ]
+    rows = [position_row(measure, depth) for measure in found]
+    note = (
+        "Acceptance at a draft position is over all steps (unconditional, as vLLM counts); "
+        "'given earlier' is over the steps whose earlier drafts were accepted."
+    )
+    return Table("Acceptance per position", (*LABELS, *names), rows, 3, note)
+
+
+def position_row(measure: Measure, depth: int) -> Row:
+    values = measure.values
+    cells: list[str] = []
+    for i in range(depth):
+        cells.append(figure(item(values["per_position"], i)))
+        cells.append(interval(item(values.get("per_position_ci"), i)))
+        cells.append(figure(item(values.get("conditional"), i)))
+    return *labels(measure), *cells
+
+
+def item(values: Sequence[Any] | None, index: int) -> Any:
+    return values[index] if values and index < len(values) else None
+
+
+def validation(evaluation: Mapping[str, Any]) -> Table:
+    """The same quantity through both forwards, and what lies between them."""
+    trained, served = (evaluation["validation"][name] for name in ("training", "engine"))
+    rows = []
+    for name in dict.fromkeys([*trained, *served]):
+        ours, theirs = trained.get(name), served.get(name)
+        gap = MISSING if ours is None or theirs is None else signed(theirs - ours, 5)
+        rows.append((name, figure(ours, 5), figure(theirs, 5), gap))
+    return Table("Training and engine", ("validation", "training", "engine", "difference"), rows)
+
+
+def lossless(evaluation: Mapping[str, Any]) -> Table:
+    header = ("greedy outputs", "prompts", "tokens", "equal", "ties", "different")
+    rows = []
+    for name, found in comparisons(evaluation["lossless"]):
+        listed = (count(len(found.get(kind, ()))) for kind in ("ties", "different"))
+        counts = (count(found.get(key)) for key in ("prompts", "tokens", "equal"))
+        rows.append((name, *counts, *listed))
+    note = f"Compared token by token, in {evaluation['lossless']['dtype']}."
+    return Table("Losslessness", header, rows, note=note)
+
+
+def exceptions(evaluation: Mapping[str, Any]) -> Table:
+    """Each prompt whose outputs part: within rounding (a tie, with the gap) or not."""
+    rows = []
+    for name, found in comparisons(evaluation["lossless"]):
+        for kind, word in (("ties", "tie"), ("different", "different")):
+            rows += [(name, word, *exception(entry)) for entry in found.get(kind, ())]
+    header = ("greedy outputs", "kind", "prompt", "position", "what parts them")
+    return Table("Where outputs part", header, rows, 3)
+
+
+def exception(entry: Mapping[str, Any]) -> Row:
+    rest = {name: value for name, value in entry.items() if name not in ("key", "position")}
+    told = ", ".join(f"{name} {anything(value)}" for name, value in rest.items())
+    return str(entry["key"]), count(entry["position"]), told
+
+
+def speed(evaluation: Mapping[str, Any]) -> Table:
+    header = ("decoding", "tokens/s", "ratio", "tau", "tokens", "steps", "wall s")
+    rows = []
+    for name, run in runs(evaluation["speed"]):
+        rates = figure(run["tokens_per_s"], 2), figure(run.get("ratio")), figure(run.get("tau"))
+        counts = count(run["tokens"]), count(run.get("steps"))
+        rows.append((name, *rates, *counts, figure(run["wall"], 2)))
+    told = evaluation["speed"]
+    note = f"Batch {count(told['batch'])}, {count(told['prompts'])} prompts, one run each."
+    return Table("Speed", header, rows, note=note)
+
+
+def time_parts(evaluation: Mapping[str, Any]) -> Table:
+    found = [(name, parts(run)) for name, run in runs(evaluation["speed"])]
+    columns = list(dict.fromkeys(part for _, seconds in found[::-1] for part in seconds))
+    rows = [
+        (name, *(figure(seconds.get(column), 2) for column in columns)) for name, seconds in found
+    ]
+    return Table("Where the time goes", ("decoding, seconds", *columns), rows)
+
+
+def validation_curve(curves: Iterable[Mapping[str, Any]]) -> Table:
+    found = [row for row in curves if "validation" in row]
+    names = list(dict.fromkeys(name for row in found for name in row["validation"]))
+    rows = [
+        (count(row["step"]), *(figure(row["validation"].get(name), 4) for name in names))
+        for row in found
+    ]
+    return Table("Validation during training", ("step", *names), rows, 0)
+
+
+def training_curve(curves: Iterable[Mapping[str, Any]]) -> Table:
+    found = [row for row in curves if "loss" in row]
+    stride = max(1, len(found) // CURVE_ROWS)
+    shown = [row for i, row in enumerate(found) if i % stride == 0 or i == len(found) - 1]
+    header = ("step", "loss", "gradient norm", "learning rate", "seconds")
+    rows = [
+        (
+            count(row["step"]),
+            figure(row["loss"], 4),
+            figure(row.get("gradient_norm")),
+            scientific(row.get("learning_rate")),
+            figure(row.get("seconds"), 2),
+        )
+        for row in shown
+    ]
+    note = f"Every {stride}th of {count(len(found))} rows; report.json has all." * (stride > 1)
+    return Table("Training", header, rows, 0, note)
+
+
+def stage_times(stages: Mapping[str, float]) -> Table:
+    rows = [(name, figure(seconds, 1)) for name, seconds in stages.items()]
+    rows.append(("sum", figure(sum(stages.values()), 1)))
+    return Table("Stage times", ("stage", "seconds"), rows)
+
+
+def provenance(evaluation: Mapping[str, Any]) -> Table:
+    rows = []
+    for name in ("target", "head", "machine", "versions"):
+        told = evaluation.get(name, {})
+        rows += [(f"{name}: {key}", anything(told[key])) for key in told]
+    for name in ("data_digest", "dtype", "k", "max_new_tokens", "command"):
+        if name in evaluation:
+            rows.append((name.replace("_", " "), anything(evaluation[name])))
+    return Table("Provenance", ("what", "value"), rows, 2)
+
+
+def all_tables(
+    evaluation: Mapping[str, Any], curves: Sequence[Mapping[str, Any]], stages: Mapping[str, float]
+) -> dict[str, Table]:
+    """Every table that has rows, by name, in the order of reading."""
+    makers = {"acceptance": acceptance, "positions": positions}
+    if "validation" in evaluation:
+        makers |= {"validation": validation}
+    if "speed" in evaluation:
+        makers |= {"speed": speed, "time_parts": time_parts}
+    if "lossless" in evaluation:
+        makers |= {"lossless": lossless, "exceptions": exceptions}
+    found = {name: make(evaluation) for name, make in makers.items()}
+    found |= {
+        "validation_curve": validation_curve(curves),
+        "training_curve": training_curve(curves),
+    }
+    if stages:
+        found["stages"] = stage_times(stages)
+    found["provenance"] = provenance(evaluation)
+    return {name: table for name, table in found.items() if table.rows}

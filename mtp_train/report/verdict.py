@@ -1,0 +1,147 @@
+"""What an evaluation says in a sentence and in four figures. Knows no format of output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from mtp_train.report.figures import count, figure, times
+from mtp_train.report.measures import Measure, overall
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A headline figure's value on one prompt set, with its interval (or nothing) and its n."""
+
+    name: str
+    style: str
+    value: str
+    certainty: str
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One headline figure: `sets` tell it per prompt set, `lines` its n and what it should be seen beside."""
+
+    name: str
+    value: str
+    unit: str
+    lines: tuple[str, ...] = ()
+    sets: tuple[Setting, ...] = ()
+    state: str = "plain"  # plain, good or bad
+    gauge: str | None = None  # tau or first: which scale it can be drawn on
+
+
+def title(evaluation: Mapping[str, Any]) -> str:
+    target, head = evaluation["target"], evaluation["head"]
+    return f"{head['family']} draft head for {PurePath(target['path']).name}"
+
+
+def headline(evaluation: Mapping[str, Any]) -> str:
+    """The result in one sentence, in-domain and greedy; what was not measured is not mentioned."""
+    first, *_ = overall(evaluation, "greedy")
+    said = [
+        f"On {first.set_name} prompts each step of the target yields "
+        f"{figure(first.values['tau'], 2)} tokens at k = {evaluation['k']}"
+    ]
+    ratio = ratio_at(evaluation)
+    if ratio is not None:
+        said.append(f"decoding is {times(ratio)} as fast as without the head")
+    if "lossless" in evaluation:
+        same = "the same, token for token" if is_equal(evaluation["lossless"]) else "not the same"
+        said.append(f"greedy output is {same}")
+    return said[0] + "".join(", " + part for part in said[1:-1]) + joined_last(said) + "."
+
+
+def joined_last(said: Sequence[str]) -> str:
+    return f", and {said[-1]}" if len(said) > 1 else ""
+
+
+def tiles(evaluation: Mapping[str, Any]) -> list[Tile]:
+    """Tau, first-position acceptance, speed and losslessness, as far as they were measured."""
+    greedy = overall(evaluation, "greedy")
+    found = [tau_tile(greedy), first_tile(greedy)]
+    if "speed" in evaluation:
+        found.append(speed_tile(evaluation))
+    if "lossless" in evaluation:
+        found.append(lossless_tile(evaluation["lossless"]))
+    return found
+
+
+def tau_tile(greedy: Sequence[Measure]) -> Tile:
+    sets = tuple(setting(m, m.values["tau"], m.values.get("tau_ci")) for m in greedy)
+    return Tile(
+        "Mean acceptance length", sets[0].value, "tau, tokens per step", sets=sets, gauge="tau"
+    )
+
+
+def first_tile(greedy: Sequence[Measure]) -> Tile:
+    sets = tuple(setting(m, m.first, m.first_interval) for m in greedy)
+    unit = "of first drafts accepted"
+    return Tile("First-position acceptance", sets[0].value, unit, sets=sets, gauge="first")
+
+
+def setting(measure: Measure, value: float, bounds: Sequence[float] | None) -> Setting:
+    certainty = f"{count(measure.values['prompts'])} prompts"
+    if bounds:
+        certainty = f"95 % {figure(bounds[0], 2)} to {figure(bounds[1], 2)}, {certainty}"
+    return Setting(measure.set_name, measure.style, figure(value, 2), certainty)
+
+
+def ratio_at(evaluation: Mapping[str, Any]) -> float | None:
+    """The speed ratio at the evaluation's k, or at the longest draft that was timed."""
+    runs = evaluation.get("speed", {}).get("speculative", {})
+    return runs[timed_k(evaluation)]["ratio"] if runs else None
+
+
+def timed_k(evaluation: Mapping[str, Any]) -> str:
+    runs, k = evaluation["speed"]["speculative"], str(evaluation["k"])
+    return k if k in runs else max(runs, key=int)
+
+
+def speed_tile(evaluation: Mapping[str, Any]) -> Tile:
+    speed, k = evaluation["speed"], timed_k(evaluation)
+    run, best = speed["speculative"][k], max(speed["speculative"].items(), key=ratio_of)
+    rates = (figure(one["tokens_per_s"], 1) for one in (run, speed["plain"]))
+    lines = [
+        f"k = {k}: {' against '.join(rates)} tokens/s",
+        f"n = {count(speed['prompts'])} prompts, batch {count(speed['batch'])}, one run each",
+    ]
+    if best[0] != k:
+        lines.append(f"best: {times(best[1]['ratio'])} at k = {best[0]}")
+    state = "good" if run["ratio"] > 1 else "bad"
+    return Tile(
+        "Speed", times(run["ratio"]), "as fast as plain decoding", tuple(lines), state=state
+    )
+
+
+def ratio_of(item: tuple[str, Mapping[str, Any]]) -> float:
+    return float(item[1]["ratio"])
+
+
+def is_equal(comparison: Mapping[str, Any]) -> bool:
+    """Every prompt equal, or tied within rounding where it parts."""
+    explained = comparison["equal"] + len(comparison.get("ties", ()))
+    return not comparison.get("different") and explained == comparison["prompts"]
+
+
+def lossless_tile(lossless: Mapping[str, Any]) -> Tile:
+    good = is_equal(lossless)
+    unit = "greedy output is unchanged" if good else "greedy output changes"
+    lines = [f"equal to plain decoding: {tally(lossless)}"]
+    lines.append(f"n = {count(lossless['tokens'])} tokens, {lossless['dtype']}")
+    if "transformers" in lossless:
+        lines.append(f"plain decoding equal to transformers: {tally(lossless['transformers'])}")
+    state = "good" if good else "bad"
+    return Tile("Lossless", "Yes" if good else "No", unit, tuple(lines), state=state)
+
+
+def tally(found: Mapping[str, Any]) -> str:
+    """`63 of 64 prompts, 1 tied within rounding`."""
+    ties, different = len(found.get("ties", ())), len(found.get("different", ()))
+    text = f"{count(found['equal'])} of {count(found['prompts'])} prompts"
+    if ties:
+        text += f", {ties} tied within rounding"
+    return text + (f", {different} different" if different else "")

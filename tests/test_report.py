@@ -1,0 +1,546 @@
+"""The report's three files, from a made-up evaluation (no figure here was measured)."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import hashlib
+import json
+import math
+import random
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from mtp_train.core.errors import UserError
+from mtp_train.report.curves import thin, trailing_mean
+from mtp_train.report.markdown import cell, markdown
+from mtp_train.report.page import page
+from mtp_train.report.scale import fit, whole_steps
+from mtp_train.report.stage import write_report
+from mtp_train.report.verdict import headline, lossless_tile, tiles
+
+HOSTILE = "<script>alert('owned')</script><img src=x onerror=alert(1)>"
+CATEGORIES = {
+    "heldout": {
+        "how_to": 0.50,
+        "summary": 0.56,
+        "word_problem": 0.47,
+        "rewrite": 0.44,
+        "list": 0.41,
+    },
+    "ood": {"code": 0.31, "dialogue": 0.24, "translation": 0.17},
+}
+STAGES = {
+    "regenerate": 171.4,
+    "precompute": 48.9,
+    "train": 402.7,
+    "evaluate": 133.2,
+    "report": 0.8,
+    "export": 6.3,
+}
+
+
+def simulate(rng: random.Random, chance: float, prompts: int) -> tuple[list[list[int]], int]:
+    """Accepted drafts per step of each prompt, and the number of tokens that they yield."""
+    steps = []
+    for _ in range(prompts):
+        own = min(0.9, max(0.05, rng.gauss(chance, 0.06)))
+        chances = own, own * 0.98, own * 1.02
+        steps.append([accepted(rng, chances) for _ in range(rng.randint(40, 75))])
+    return steps, sum(len(one) + sum(one) for one in steps)
+
+
+def accepted(rng: random.Random, chances: tuple[float, ...]) -> int:
+    return next((i for i, chance in enumerate(chances) if rng.random() > chance), len(chances))
+
+
+def measured(steps: list[list[int]], tokens: int) -> dict[str, Any]:
+    every = [one for prompt in steps for one in prompt]
+    n = len(every)
+    reached = [sum(one > i for one in every) for i in range(3)]
+    shares = [count / n for count in reached]
+    spread = [1.5 * 1.96 * math.sqrt(share * (1 - share) / n) for share in shares]
+    wide = 1.5 * 1.96 * 1.1 / math.sqrt(n)  # prompts differ: resampling them gives more
+    tau = 1 + sum(every) / n
+    return {
+        "prompts": len(steps),
+        "tokens": tokens,
+        "drafts": n,
+        "tau": tau,
+        "tau_ci": [tau - wide, tau + wide],
+        "tau_macro": sum(1 + sum(one) / len(one) for one in steps) / len(steps),
+        "acceptance_rate": sum(every) / (3 * n),
+        "per_position": shares,
+        "per_position_ci": [
+            [max(0.0, share - half), share + half]
+            for share, half in zip(shares, spread, strict=True)
+        ],
+        "conditional": [now / before for now, before in zip(reached, [n, *reached], strict=False)],
+    }
+
+
+def acceptance(rng: random.Random, chances: dict[str, float], temperature: float) -> dict[str, Any]:
+    penalty = 0.05 * temperature
+    found = {
+        name: simulate(rng, chance - penalty, 5 + len(name)) for name, chance in chances.items()
+    }
+    whole = [prompt for steps, _ in found.values() for prompt in steps]
+    return {
+        "temperature": temperature,
+        **measured(whole, sum(tokens for _, tokens in found.values())),
+        "categories": {name: measured(*each) for name, each in found.items()},
+    }
+
+
+def evaluation() -> dict[str, Any]:
+    rng = random.Random(20)
+    sets = {
+        name: {"greedy": acceptance(rng, chances, 0.0), "sampled": acceptance(rng, chances, 1.0)}
+        for name, chances in CATEGORIES.items()
+    }
+    return {
+        "format": 1,
+        "target": {
+            "path": "models/made-up-135M-Instruct",
+            "hash": "5af571cbf074e6d2",
+            "hidden_size": 576,
+            "vocab_size": 49152,
+            "layers": 30,
+        },
+        "head": {"family": "mtp", "parameters": 4207104, "step": 960, "sha256": "9b1c" * 16},
+        "versions": {
+            "mtp_train": "0.1.0",
+            "python": "3.11.2",
+            "torch": "2.13.0+cpu",
+            "transformers": "5.24.0",
+        },
+        "data_digest": "0011223344556677",
+        "command": "mtp-train evaluate run=runs/made-up engine.k=3",
+        "machine": {"cpu": "Made-up CPU 2.9 GHz", "threads": 2, "device": "cpu"},
+        "k": 3,
+        "dtype": "bfloat16",
+        "max_new_tokens": 128,
+        "sets": sets,
+        "validation": {
+            "training": {"kl/1": 1.28411, "alpha/1": 0.44872, "agree/1": 0.51263},
+            "engine": {"kl/1": 1.28437, "alpha/1": 0.44861, "agree/1": 0.51235},
+        },
+        "lossless": lossless(),
+        "speed": speed(),
+        "examples": examples(),
+    }
+
+
+def lossless() -> dict[str, Any]:
+    return {
+        "dtype": "float32",
+        "prompts": 64,
+        "tokens": 7013,
+        "equal": 63,
+        "ties": [{"key": "heldout/17", "position": 88, "gap": 1.9e-06}],
+        "different": [],
+        "transformers": {"prompts": 8, "equal": 8, "ties": [], "different": []},
+    }
+
+
+def speed() -> dict[str, Any]:
+    plain = timed(66.03, 796, {"target": 58.41, "sampling": 2.37})
+    parts = ("target", "head", "lm_head of the head", "sampling")
+    spent = {
+        1: (1.44, (43.2, 3.1, 4.6, 3.05)),
+        2: (1.66, (36.4, 4.5, 7.6, 3.31)),
+        3: (1.81, (34.2, 6.3, 9.6, 3.44)),
+    }
+    speculative = {}
+    for k, (tau, seconds) in spent.items():
+        run = timed(
+            sum(seconds) + 2.1 + k / 2, round(796 / tau), dict(zip(parts, seconds, strict=True))
+        )
+        ratio = run["tokens_per_s"] / plain["tokens_per_s"]
+        speculative[str(k)] = run | {"tau": tau, "ratio": ratio}
+    return {"batch": 1, "prompts": 8, "plain": plain, "speculative": speculative}
+
+
+def timed(wall: float, steps: int, seconds: dict[str, float]) -> dict[str, Any]:
+    rate = 804 / wall
+    return {"tokens_per_s": rate, "wall": wall, "tokens": 804, "steps": steps, "seconds": seconds}
+
+
+def examples() -> list[dict[str, Any]]:
+    said = (
+        "t:To|a: clean|t: a|r: cast|t: wooden|a: cutting board|r:,\n|t::|t:\n|a:\n1.|t: Rinse|a: it with|r: the"
+        "|t: warm|a: water.|t:\n|a:2.|t: Rub|a: the|r: wood|t: surface|a: with a|t: coarse|a: salt|r:.\n"
+        "|t: and|a: half a|t: lemon|a:.\n|t:3.|a: Let it|t: rest|r: for|t:,|a: then|t: wipe|a: it|t: dry|a:."
+    )
+    kinds = {"t": "target", "a": "accepted", "r": "rejected"}
+    cut = [piece.split(":", 1) for piece in said.split("|")]
+    board = [{"text": text, "kind": kinds[kind]} for kind, text in cut]
+    bus = [
+        {"text": "The bus", "kind": "accepted"},
+        {"text": " leaves", "kind": "target"},
+        {"text": " at 9", "kind": "rejected"},
+        {"text": " every 20 minutes, so", "kind": "accepted"},
+        {"text": " 3", "kind": "target"},
+        {"text": " buses leave in an hour.", "kind": "accepted"},
+    ]
+    return [
+        {
+            "key": "heldout/3",
+            "category": "how_to",
+            "prompt": "How do I clean a cutting board?",
+            "segments": board,
+        },
+        {
+            "key": "heldout/9",
+            "category": "word_problem",
+            "prompt": "A bus leaves every\n  20 minutes.",
+            "segments": bus,
+        },
+    ]
+
+
+def curves() -> list[dict[str, Any]]:
+    rng, rows = random.Random(4), []
+    for step in range(1, 961):
+        warm = 1 - math.exp(-step / 260)
+        rows.append(
+            {
+                "step": step,
+                "loss": 4.6 - 2.4 * warm + rng.gauss(0, 0.14),
+                "gradient_norm": 1.1 + rng.random(),
+                "learning_rate": 1e-3 * (1 + math.cos(math.pi * step / 960)) / 2,
+                "seconds": 0.37 + rng.random() / 20,
+            }
+        )
+        if step % 60 == 0:
+            rows.append({"step": step, "validation": validated(warm)})
+    return rows
+
+
+def validated(warm: float) -> dict[str, float]:
+    found = {f"kl/{i}": 3.4 - 2.1 * warm + 0.3 * i for i in (1, 2, 3)}
+    found |= {f"alpha/{i}": 0.46 * warm / i**0.4 for i in (1, 2, 3)}
+    found |= {f"agree/{i}": 0.52 * warm / i**0.4 for i in (1, 2, 3)}
+    found |= {f"prefix/{i}": 0.52 * warm**i / i**1.1 for i in (1, 2, 3)}
+    return found | {"tau_teacher_forced": 1 + sum(found[f"prefix/{i}"] for i in (1, 2, 3))}
+
+
+class Reader(HTMLParser):
+    """Collects tags with attributes and text, and checks that what opens closes."""
+
+    VOID = frozenset({"meta", "br", "input", "link", "img"})
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[tuple[str, str]] = []  # class of the element, text
+        self.open: list[tuple[str, str]] = []
+        self.feed(html)
+        self.close()
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append((tag, dict(attrs).get("class") or ""))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop()[0] == tag, f"</{tag}> closes another element"
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append((self.open[-1][1] if self.open else "", data))
+
+    def count(self, tag: str, style: str) -> int:
+        return sum(
+            name == tag and style in (attrs.get("class") or "").split() for name, attrs in self.tags
+        )
+
+    def said(self, style: str) -> str:
+        return "".join(text for name, text in self.texts if name == style)
+
+
+def leaves(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[tuple[Any, ...], float]]:
+    """Every number of a JSON value, with the way to it."""
+    if isinstance(value, dict):
+        return [leaf for key, inner in value.items() for leaf in leaves(inner, (*place, key))]
+    if isinstance(value, list):
+        return [leaf for i, inner in enumerate(value) for leaf in leaves(inner, (*place, i))]
+    return [(place, value)] if isinstance(value, int | float) else []
+
+
+def replaced(value: Any, place: tuple[Any, ...], leaf: float) -> Any:
+    changed = copy.deepcopy(value)
+    inner = changed
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = leaf
+    return changed
+
+
+def written_numbers(text: str) -> list[float]:
+    plain = re.sub(r"(?<=\d),(?=\d{3})", "", text.replace("\N{MINUS SIGN}", "-"))
+    return [float(number) for number in re.findall(r"-?\d+(?:\.\d+)?(?:e-?\d+)?", plain)]
+
+
+def is_written(value: float, numbers: list[float]) -> bool:
+    """At least three decimals or three digits of it; integers whole; tokens/s and seconds to two decimals."""
+    near = max(6e-4, 6e-3 * abs(value)) if isinstance(value, float) else 0
+    return any(abs(number - value) <= near for number in numbers)
+
+
+@pytest.fixture(scope="module")
+def whole_page() -> str:
+    return page(evaluation(), curves(), STAGES)
+
+
+def test_report_json_round_trips(tmp_path):
+    told, rows = evaluation(), curves()
+    write_report(told, rows, STAGES, tmp_path / "report")
+    found = json.loads((tmp_path / "report" / "report.json").read_text(encoding="utf-8"))
+    assert found == {"format": 1, "evaluation": told, "curves": rows, "stages": STAGES}
+    assert {path.name for path in (tmp_path / "report").iterdir()} == {
+        "report.json",
+        "report.md",
+        "index.html",
+    }
+
+
+def test_another_format_is_refused_and_nothing_is_written(tmp_path):
+    with pytest.raises(UserError, match="format 1; received 2"):
+        write_report(evaluation() | {"format": 2}, [], {}, tmp_path / "report")
+    assert not (tmp_path / "report").exists()
+
+
+def test_every_figure_is_in_the_markdown():
+    told = evaluation()
+    rows = [row for row in curves() if "validation" in row]
+    numbers = written_numbers(markdown(told, rows, STAGES))
+    wanted = leaves({**told, "examples": []}) + leaves(rows) + leaves(STAGES)
+    assert len(wanted) > 600
+    assert [(place, value) for place, value in wanted if not is_written(value, numbers)] == []
+
+
+def test_every_figure_changes_the_markdown():
+    """No figure is only there by coincidence: change one, and the text changes."""
+    told = evaluation()
+    before = markdown(told, [], STAGES)
+    for place, value in leaves({**told, "examples": []}):
+        if place == ("format",):
+            continue
+        changed = replaced(told, place, value + 1)
+        assert markdown(changed, [], STAGES) != before, place
+
+
+def test_every_word_of_provenance_is_on_page_and_in_markdown(whole_page):
+    told = evaluation()
+    texts = " ".join(text for _, text in Reader(whole_page).texts), markdown(told, [], STAGES)
+    words = [
+        told["target"]["path"],
+        told["target"]["hash"],
+        told["head"]["sha256"],
+        told["data_digest"],
+    ]
+    words += [told["command"], told["machine"]["cpu"], *told["versions"].values()]
+    assert [word for word in words for text in texts if word not in text] == []
+
+
+@pytest.mark.parametrize("where", ["prompt", "segment", "key", "category", "path"])
+def test_what_a_model_or_a_user_wrote_is_escaped(where):
+    told = evaluation()
+    example = told["examples"][0]
+    if where == "segment":
+        example["segments"][1]["text"] = HOSTILE
+    elif where == "path":
+        told["target"]["path"] = HOSTILE
+    elif where == "category":
+        told["sets"]["heldout"]["greedy"]["categories"][HOSTILE] = told["sets"]["ood"]["greedy"][
+            "categories"
+        ]["code"]
+    else:
+        example[where] = HOSTILE
+    html = page(told, curves(), STAGES)
+    reader = Reader(html)
+    assert [tag for tag, _ in reader.tags].count("script") == 1
+    assert "img" not in [tag for tag, _ in reader.tags]
+    assert "&lt;script&gt;" in html
+    assert "<script>" not in markdown(told, curves(), STAGES)
+
+
+def test_an_example_that_ends_the_answer_element_stays_inside_it():
+    told = evaluation()
+    told["examples"] = [example_of("</p></article></main><h1>new page</h1>")]
+    reader = Reader(page(told, [], {}))
+    assert [tag for tag, _ in reader.tags].count("h1") == 1
+
+
+def example_of(text: str) -> dict[str, Any]:
+    return {
+        "key": "a",
+        "category": "b",
+        "prompt": "c",
+        "segments": [{"text": text, "kind": "accepted"}],
+    }
+
+
+def test_examples_keep_their_whitespace_and_mark_each_kind(whole_page):
+    reader = Reader(whole_page)
+    legend = {"target": "the target's own token", "accepted": "accepted draft"}
+    for kind in ("target", "accepted"):
+        wanted = [s["text"] for e in examples() for s in e["segments"] if s["kind"] == kind]
+        assert reader.said(f"seg {kind}") == legend[kind] + "".join(wanted)
+    rejected = [s["text"] for e in examples() for s in e["segments"] if s["kind"] == "rejected"]
+    assert reader.said("seg rejected") == "rejected draft" + "".join(rejected).replace("\n", "")
+    breaks = sum(
+        s["text"].count("\n") for e in examples() for s in e["segments"] if s["kind"] != "target"
+    )
+    assert reader.count("i", "nl") == breaks > 0
+
+
+def test_the_page_fetches_nothing(whole_page):
+    fetching = {"src", "href", "srcset", "poster", "action", "formaction", "data", "background"}
+    found = [
+        (tag, name) for tag, attrs in Reader(whole_page).tags for name in attrs if name in fetching
+    ]
+    assert found == []
+    assert not re.search(
+        r"url\(|@import|https?:|//[a-z]+\.|fetch\(|XMLHttpRequest|import\(", whole_page
+    )
+    assert "default-src 'none'" in whole_page
+
+
+def test_the_page_admits_its_own_script_and_no_other(whole_page):
+    script = re.search(r"<script>(.*?)</script>", whole_page, re.S).group(1)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in whole_page
+
+
+def test_intervals_are_drawn(whole_page):
+    reader, told = Reader(whole_page), evaluation()
+    wholes = [values for modes in told["sets"].values() for values in modes.values()]
+    assert reader.count("line", "whisker") == 3 * sum(len(one["per_position_ci"]) for one in wholes)
+    greedy = 2 * len(told["sets"])  # on the two headline scales
+    by_category = sum(1 + len(one["categories"]) for one in wholes)
+    assert reader.count("line", "range") == greedy + by_category
+
+
+def test_a_whisker_spans_its_interval():
+    told = evaluation()
+    only = told["sets"]["heldout"]["greedy"]
+    only |= {"per_position": [0.5], "per_position_ci": [[0.25, 0.75]], "categories": {}}
+    told["sets"] = {"heldout": {"greedy": only}}
+    drawn = [
+        attrs for _, attrs in Reader(page(told, [], {})).tags if attrs.get("class") == "whisker"
+    ]
+    assert (drawn[0]["y1"], drawn[0]["y2"]) == ("68.75%", "6.25%")  # of an axis from 0 to 0.8
+
+
+@pytest.mark.parametrize(
+    "missing", ["validation", "lossless", "speed", "examples", "machine", "versions"]
+)
+def test_a_missing_part_is_left_out(missing):
+    told = evaluation()
+    del told[missing]
+    html = page(told, curves(), STAGES)
+    Reader(html)
+    section = {
+        "validation": "promise",
+        "lossless": "lossless",
+        "speed": "speed",
+        "examples": "examples",
+    }.get(missing)
+    assert section is None or f'<section id="{section}">' not in html
+    assert markdown(told, curves(), STAGES)
+
+
+def test_the_least_that_can_be_reported():
+    told = evaluation()
+    for part in ("validation", "lossless", "speed", "examples", "machine", "versions"):
+        del told[part]
+    greedy = told["sets"]["heldout"]["greedy"]
+    told["sets"] = {"heldout": {"greedy": greedy}}
+    del greedy["categories"], greedy["tau_ci"], greedy["per_position_ci"], greedy["conditional"]
+    reader = Reader(page(told, [], {}))
+    assert reader.count("line", "whisker") == reader.count("line", "range") == 0
+    assert "temperature 1" not in markdown(told, [], {})
+    assert "Stage times" not in markdown(told, [], {})
+
+
+def test_a_long_draft_and_unknown_parts_are_shown():
+    told = evaluation()
+    greedy = told["sets"]["heldout"]["greedy"]
+    greedy["per_position"] = [0.9**i for i in range(1, 9)]
+    told["speed"]["plain"]["seconds"]["page tables"] = 1.25
+    text, html = markdown(told, [], {}), page(told, [], {})
+    Reader(html)
+    assert "page tables" in text and "page tables" in html
+    assert "0.430" in text  # the eighth position
+
+
+def test_a_diverged_loss_still_gives_a_report(tmp_path):
+    rows = curves()
+    rows[5]["loss"] = float("nan")
+    rows[6]["loss"] = float("inf")
+    html = page(evaluation(), rows, STAGES)
+    assert not re.search(r'="[^"]*\b(nan|inf)\b', html)
+
+
+def test_the_engines_own_python_is_the_rest_of_the_wall_time():
+    text = markdown(evaluation(), [], {})
+    row = next(line for line in text.splitlines() if line.startswith("| plain decoding | 58.41"))
+    assert row.split("|")[-2].strip() == "5.25"  # 66.03 - 58.41 - 2.37
+    assert row.split("|")[3].strip() == "\N{EM DASH}"  # plain decoding has no head
+
+
+def test_the_held_out_set_leads_whatever_the_order():
+    told = evaluation()
+    turned = told | {"sets": dict(reversed(told["sets"].items()))}
+    assert headline(turned) == headline(told)
+    assert tiles(turned) == tiles(told)
+
+
+def test_lossless_verdicts():
+    tied, broken, lost = lossless(), lossless(), lossless()
+    broken["different"] = [{"key": "a", "position": 3, "plain": 11, "speculative": 12}]
+    broken["equal"] = 62
+    lost["equal"] = 62  # neither equal nor explained
+    assert [lossless_tile(one).value for one in (tied, broken, lost)] == ["Yes", "No", "No"]
+    assert "63 of 64 prompts, 1 tied within rounding" in lossless_tile(tied).lines[0]
+    assert "not the same" in headline(evaluation() | {"lossless": broken})
+    assert "plain 11, speculative 12" in markdown(evaluation() | {"lossless": broken}, [], {})
+
+
+def test_a_slow_head_is_called_slow():
+    told = evaluation()
+    for run in told["speed"]["speculative"].values():
+        run["ratio"] = 0.87
+    tile = next(tile for tile in tiles(told) if tile.name == "Speed")
+    assert (tile.value, tile.state) == ("0.87\N{MULTIPLICATION SIGN}", "bad")
+
+
+def test_the_markdown_cell_defuses_markup():
+    assert cell("a|b\n<b> `c` *d* [e](f)") == "a\\|b &lt;b> \\`c\\` \\*d\\* [e\\](f)"
+
+
+@pytest.mark.parametrize(
+    "values", [[0.0], [0.5, 0.5], [], [1e-9, 3e-9], [-2.0, 7.3], [1234567.0, 3.0]]
+)
+def test_an_axis_holds_its_values_between_few_ticks(values):
+    scale = fit(values)
+    assert scale.low <= min(values, default=0) and max(values, default=0) <= scale.high
+    assert 2 <= len(scale.ticks()) <= 8
+    assert len({label for _, label in scale.ticks()}) == len(scale.ticks())
+
+
+def test_an_axis_of_steps_ends_where_the_run_ends():
+    scale = whole_steps(60, 960)
+    assert (scale.low, scale.high, scale.step) == (60, 960, 200)
+
+
+def test_thinning_keeps_the_last_point_and_smoothing_the_mean():
+    points = [(i, float(i)) for i in range(1000)]
+    assert len(thin(points)) <= 301 and thin(points)[-1] == points[-1]
+    assert thin(points[:7]) == points[:7]
+    assert trailing_mean([(1, 1.0), (2, 3.0), (3, 5.0)], 2) == [(1, 1.0), (2, 2.0), (3, 4.0)]
