@@ -26,7 +26,9 @@ UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
 class AttentionContext(Protocol):
     """Where a ragged batch's keys and values live, and which of them each row sees."""
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
         """query [T, H, d], key and value [T, G, d] -> [T, H, d]."""
         ...
 
@@ -51,8 +53,12 @@ def _attend(
         )
     if attention_context is None:
         raise RuntimeError("a forward through mtp_train's attention needs attention_context=...")
-    rows = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]  # [1, H, T, d] -> [T, H, d]
-    out = attention_context(int(module.layer_idx), *rows, scaling)  # type: ignore[arg-type]
+    # [1, H, T, d] -> [T, H, d]
+    query_THd, key_TGd, value_TGd = (
+        rows.squeeze(0).transpose(0, 1) for rows in (query, key, value)
+    )
+    layer: Any = module.layer_idx
+    out = attention_context(int(layer), query_THd, key_TGd, value_TGd, scaling)
     return out.unsqueeze(0), None
 
 
@@ -67,12 +73,26 @@ def register() -> str:
     return ATTENTION_NAME
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float, *, causal: bool, mask: Tensor | None = None) -> Tensor:
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    *,
+    causal: bool,
+    mask: Tensor | None = None,
+) -> Tensor:
     """Scaled dot-product attention with grouped heads over a dense batch.
 
     query [B, H, Tq, d], key and value [B, G, Tk, d] with H a multiple of G; `mask` is additive and broadcasts
     to [B, H, Tq, Tk]. Returns [B, H, Tq, d].
     """
     return torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=causal,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
     )

@@ -9,6 +9,7 @@ Shapes: T rows, H query heads, G key/value heads, d head width, L rows of one do
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -24,9 +25,11 @@ class PackedContext:
     """
 
     def __init__(self, offsets: Sequence[int]) -> None:
-        self.spans = list(zip(offsets[:-1], offsets[1:], strict=True))
+        self.spans = list(pairwise(offsets))
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
         outs = [_causal(query[a:b], key[a:b], value[a:b], scaling) for a, b in self.spans]
         return torch.cat(outs)
 
@@ -49,7 +52,9 @@ class RolloutContext:
         self.keys: list[Tensor] = []  # per step [T, G, d]
         self.values: list[Tensor] = []
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
         self.keys.append(key)
         self.values.append(value)
         if len(self.keys) == 1:
@@ -63,7 +68,9 @@ class RolloutContext:
         return chain_attention(query[rows], keys, values, scaling)
 
 
-def chain_attention(query_LHd: Tensor, keys_LGd: list[Tensor], values_LGd: list[Tensor], scaling: float) -> Tensor:
+def chain_attention(
+    query_LHd: Tensor, keys_LGd: list[Tensor], values_LGd: list[Tensor], scaling: float
+) -> Tensor:
     """One document's rollout attention: the causal part over step 0, one key per later step. Returns [L, H, d].
 
     Grouped heads share keys: queries are viewed as [G, H/G] per row.
@@ -83,5 +90,7 @@ def chain_attention(query_LHd: Tensor, keys_LGd: list[Tensor], values_LGd: list[
 
 
 def _causal(query_LHd: Tensor, key_LGd: Tensor, value_LGd: Tensor, scaling: float) -> Tensor:
-    query, key, value = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query_LHd, key_LGd, value_LGd))
+    query, key, value = (
+        tensor.transpose(0, 1).unsqueeze(0) for tensor in (query_LHd, key_LGd, value_LGd)
+    )
     return attend(query, key, value, scaling, causal=True).squeeze(0).transpose(0, 1)

@@ -20,6 +20,11 @@ from torch import Tensor
 from mtp_train.attention.interface import attend
 from mtp_train.attention.packed import PackedContext
 
+KEPT = 0.75  # a sequence joins a batch padded to `longest` if its cache is at least this share of it ...
+SMALLEST = (
+    12  # ... or if the batch is still smaller than this: a group costs some fixed time per layer
+)
+
 
 class PagedKV:
     """Keys and values of every layer in fixed-size pages.
@@ -29,7 +34,17 @@ class PagedKV:
         pages, page_size: capacity; a slot is page * page_size + offset.
     """
 
-    def __init__(self, layers: int, pages: int, page_size: int, kv_heads: int, width: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        layers: int,
+        pages: int,
+        page_size: int,
+        kv_heads: int,
+        width: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self.page_size = page_size
         self.pages = pages
         shape = (layers, pages * page_size, kv_heads * width)
@@ -72,19 +87,34 @@ class BatchPlan:
         return torch.from_numpy(self.qo_indptr[1:] - 1).to(self.slots.device)
 
 
-def plan_batch(pages: Sequence[Sequence[int]], starts: Sequence[int], rows: Sequence[int], page_size: int, device: torch.device) -> BatchPlan:
+def plan_batch(
+    pages: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    rows: Sequence[int],
+    page_size: int,
+    device: torch.device,
+) -> BatchPlan:
     """Plan rows at positions starts[b] .. starts[b] + rows[b] - 1 of sequences with page tables `pages`."""
     lengths = [start + count for start, count in zip(starts, rows, strict=True)]
     used = [-(-length // page_size) for length in lengths]
-    assert all(len(table) >= need for table, need in zip(pages, used, strict=True)), "a page for every row"
-    tables = [np.asarray(table[:need], dtype=np.int64) for table, need in zip(pages, used, strict=True)]
+    assert all(len(table) >= need for table, need in zip(pages, used, strict=True)), (
+        "a page for every row"
+    )
+    tables = [
+        np.asarray(table[:need], dtype=np.int64) for table, need in zip(pages, used, strict=True)
+    ]
     positions = [np.arange(start, length) for start, length in zip(starts, lengths, strict=True)]
-    slots = [table[where // page_size] * page_size + where % page_size for table, where in zip(tables, positions, strict=True)]
+    slots = [
+        table[where // page_size] * page_size + where % page_size
+        for table, where in zip(tables, positions, strict=True)
+    ]
     return BatchPlan(
         qo_indptr=_indptr(rows),
         kv_page_indptr=_indptr(used),
         kv_page_indices=np.concatenate(tables),
-        kv_last_page_len=np.asarray([length - (need - 1) * page_size for length, need in zip(lengths, used, strict=True)]),
+        kv_last_page_len=np.asarray(
+            [length - (need - 1) * page_size for length, need in zip(lengths, used, strict=True)]
+        ),
         page_size=page_size,
         positions=torch.from_numpy(np.concatenate(positions)).to(device),
         slots=torch.from_numpy(np.concatenate(slots)).to(device),
@@ -94,16 +124,14 @@ def plan_batch(pages: Sequence[Sequence[int]], starts: Sequence[int], rows: Sequ
 class PagedContext:
     """The torch backend: write the rows' keys and values into their slots, then attend over the cached ones.
 
-    Sequences with equal row counts run as one dense batch, padded to the longest cache; others run one by one.
+    Sequences with equal row counts and similar cache lengths run as one dense batch, padded to the longest of them.
     """
 
     def __init__(self, cache: PagedKV, plan: BatchPlan) -> None:
         self.cache = cache
         self.plan = plan
-        rows, lengths = plan.rows, plan.kv_lengths
-        self.fresh = bool((rows == lengths).all())  # nothing cached before: plain prefill
-        self.uniform = bool((rows == rows[0]).all()) and not self.fresh
-        self.groups = [] if self.fresh else _groups(plan, self.uniform, cache.key.dtype)
+        self.fresh = bool((plan.rows == plan.kv_lengths).all())  # nothing cached before: prefill
+        self.groups = [] if self.fresh else _groups(plan, cache.key.dtype)
 
     @classmethod
     def of(cls, cache: PagedKV, plan: BatchPlan) -> PagedContext:
@@ -113,28 +141,41 @@ class PagedContext:
             made = plan.contexts[id(cache)] = cls(cache, plan)
         return made
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
         self.cache.key[layer].index_copy_(0, self.plan.slots, key.flatten(1))
         self.cache.value[layer].index_copy_(0, self.plan.slots, value.flatten(1))
         if self.fresh:
-            return _fresh_prefill(query, key, value, scaling, self.plan.qo_indptr)
+            return PackedContext(self.plan.qo_indptr.tolist())(layer, query, key, value, scaling)
         kv_heads = key.shape[1]
-        outs = [self._gathered(layer, query[group.start : group.stop], group, kv_heads, scaling) for group in self.groups]
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+        if len(self.groups) == 1:
+            return self._gathered(layer, query, self.groups[0], kv_heads, scaling)
+        out = torch.empty_like(query)
+        for group in self.groups:
+            rows = query.index_select(0, group.row_index)
+            out.index_copy_(
+                0, group.row_index, self._gathered(layer, rows, group, kv_heads, scaling)
+            )
+        return out
 
-    def _gathered(self, layer: int, query_THd: Tensor, group: _Group, kv_heads: int, scaling: float) -> Tensor:
+    def _gathered(
+        self, layer: int, query_THd: Tensor, group: _Group, kv_heads: int, scaling: float
+    ) -> Tensor:
         batch, rows, cached = group.batch, group.rows, group.cached
         _, heads, width = query_THd.shape
         shared = heads // kv_heads
         key, value = (
-            pool[layer].index_select(0, group.slots).view(batch, cached, kv_heads, width).transpose(1, 2)
+            pool[layer]
+            .index_select(0, group.slots)
+            .view(batch, cached, kv_heads, width)
+            .transpose(1, 2)
             for pool in (self.cache.key, self.cache.value)
         )
         # Query heads that share a key/value head become rows of one attention: no copy of the cache per head.
         query = query_THd.view(batch, rows, kv_heads, shared, width).permute(0, 2, 3, 1, 4)
         query = query.reshape(batch, kv_heads, shared * rows, width)
-        mask = None if group.mask is None else group.mask.repeat(1, 1, shared, 1)
-        out = attend(query, key, value, scaling, causal=False, mask=mask)
+        out = attend(query, key, value, scaling, causal=False, mask=group.shared_mask(shared))
         out = out.view(batch, kv_heads, shared, rows, width).permute(0, 3, 1, 2, 4)
         return out.reshape(batch * rows, heads, width)
 
@@ -143,54 +184,71 @@ class PagedContext:
 class _Group:
     """Sequences that run as one dense batch."""
 
-    start: int  # first row
-    stop: int
+    row_index: Tensor  # [batch * rows], the group's rows in the ragged batch
     batch: int
     rows: int  # per sequence
     cached: int  # of the longest sequence
     slots: Tensor  # [batch * cached]
     mask: Tensor | None  # additive [batch, 1, rows, cached]; None where every row sees every slot
+    masks: dict[int, Tensor] = field(default_factory=dict, repr=False)
+
+    def shared_mask(self, shared: int) -> Tensor | None:
+        """The mask for `shared` query heads laid out as rows; made once, used by every layer."""
+        if self.mask is None or self.rows == 1:
+            return self.mask  # one row broadcasts
+        if shared not in self.masks:
+            self.masks[shared] = self.mask.repeat(1, 1, shared, 1)
+        return self.masks[shared]
 
 
-def _groups(plan: BatchPlan, uniform: bool, dtype: torch.dtype) -> list[_Group]:
-    if uniform:
-        return [_group(plan, 0, plan.sequences, dtype)]
-    return [_group(plan, index, index + 1, dtype) for index in range(plan.sequences)]
+def _groups(plan: BatchPlan, dtype: torch.dtype) -> list[_Group]:
+    """Split the batch: equal rows, longest cache first, a new group where padding would waste too much."""
+    lengths = plan.kv_lengths
+    order = sorted(
+        range(plan.sequences), key=lambda index: (plan.rows[index], -lengths[index], index)
+    )
+    members: list[list[int]] = []
+    for index in order:
+        first = members[-1][0] if members else index
+        same = members and plan.rows[first] == plan.rows[index]
+        if not same or (lengths[index] < KEPT * lengths[first] and len(members[-1]) >= SMALLEST):
+            members.append([])
+        members[-1].append(index)
+    if len(members) == 1:
+        members = [list(range(plan.sequences))]  # rows in place: nothing to reorder
+    return [_group(plan, np.asarray(group), dtype) for group in members]
 
 
-def _group(plan: BatchPlan, first: int, last: int, dtype: torch.dtype) -> _Group:
-    rows = int(plan.rows[first])
-    lengths = plan.kv_lengths[first:last]
+def _group(plan: BatchPlan, members: np.ndarray, dtype: torch.dtype) -> _Group:
+    rows = int(plan.rows[members[0]])
+    lengths = plan.kv_lengths[members]
     cached = int(lengths.max())
     column = np.arange(cached)
-    table = plan.kv_page_indices[_padded_page(plan, first, last, column)]
-    slots = table * plan.page_size + column % plan.page_size
+    slots = plan.kv_page_indices[_padded_page(plan, members, column)] * plan.page_size
+    slots = slots + column % plan.page_size
     # Row r of a sequence with `length` cached rows stands at position length - rows + r and sees up to itself.
     seen = column[None, None, :] <= (lengths[:, None] - rows + np.arange(rows)[None, :])[:, :, None]
+    device = plan.slots.device
     mask = None
     if not seen.all():
-        mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(torch.from_numpy(~seen), float("-inf")).unsqueeze(1)
-        mask = mask.to(plan.slots.device)
+        hidden = torch.from_numpy(~seen).unsqueeze(1)
+        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf")).to(device)
+    row_index = (plan.qo_indptr[members][:, None] + np.arange(rows)).reshape(-1)
     return _Group(
-        start=int(plan.qo_indptr[first]),
-        stop=int(plan.qo_indptr[last]),
-        batch=last - first,
+        row_index=torch.from_numpy(row_index).to(device),
+        batch=len(members),
         rows=rows,
         cached=cached,
-        slots=torch.from_numpy(slots.reshape(-1)).to(plan.slots.device),
+        slots=torch.from_numpy(slots.reshape(-1)).to(device),
         mask=mask,
     )
 
 
-def _padded_page(plan: BatchPlan, first: int, last: int, column: np.ndarray) -> np.ndarray:
-    """Index into kv_page_indices of each sequence's page for each column; past the end, its last page (masked)."""
-    begins = plan.kv_page_indptr[first:last, None]
-    ends = plan.kv_page_indptr[first + 1 : last + 1, None]
+def _padded_page(plan: BatchPlan, members: np.ndarray, column: np.ndarray) -> np.ndarray:
+    """Index into kv_page_indices of each member's page for each column; past the end, its last page (masked)."""
+    begins = plan.kv_page_indptr[members, None]
+    ends = plan.kv_page_indptr[members + 1, None]
     return np.minimum(begins + column[None, :] // plan.page_size, ends - 1)
-
-
-def _fresh_prefill(query: Tensor, key: Tensor, value: Tensor, scaling: float, indptr: np.ndarray) -> Tensor:
-    return PackedContext(indptr.tolist())(0, query, key, value, scaling)
 
 
 def _indptr(counts: Sequence[int]) -> np.ndarray:

@@ -28,7 +28,9 @@ from torch import Tensor
 class Rollout:
     """A pack of documents, aligned for S draft steps. Rows are indexed by where their chain starts."""
 
-    token_ST: Tensor  # int64, input token of each step; 0 past the document's end (never part of a goal)
+    token_ST: (
+        Tensor  # int64, input token of each step; 0 past the document's end (never part of a goal)
+    )
     position_ST: Tensor  # int64
     goal_N: Tensor  # int64, rows of the pack whose states are predicted
     label_N: Tensor  # int64, x[g+1]
@@ -52,7 +54,9 @@ def rollout(token_T: Tensor, loss_mask_T: Tensor, offsets: Sequence[int], steps:
     goal_N = row_T[following_T & (_later(loss_mask_T, row_T + 1, end_T) > 0)]
     source_SN = torch.stack([goal_N - 1 - step for step in range(steps)])
     valid_SN = source_SN >= begin_T[goal_N]
-    return Rollout(token_ST, position_ST, goal_N, token_T[goal_N + 1], source_SN.clamp(min=0), valid_SN)
+    return Rollout(
+        token_ST, position_ST, goal_N, token_T[goal_N + 1], source_SN.clamp(min=0), valid_SN
+    )
 
 
 def next_tokens(token_T: Tensor, last_row_B: Tensor, following_B: Tensor) -> Tensor:
@@ -89,4 +93,6 @@ def _bounds(offsets: Sequence[int], device: torch.device) -> tuple[Tensor, Tenso
 def _later(value_T: Tensor, row_T: Tensor, end_T: Tensor) -> Tensor:
     """value[row] where row lies in its document, else 0."""
     inside = row_T < end_T
-    return torch.where(inside, value_T[row_T.clamp(max=len(value_T) - 1)], torch.zeros_like(value_T))
+    return torch.where(
+        inside, value_T[row_T.clamp(max=len(value_T) - 1)], torch.zeros_like(value_T)
+    )

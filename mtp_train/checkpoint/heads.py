@@ -41,7 +41,13 @@ class HeadCard:
     versions: dict[str, str] = field(default_factory=versions)
 
 
-def save_checkpoint(folder: Path, head: MtpHead, card: HeadCard, extra: dict[str, dict[str, Tensor]] | None = None, notes: dict[str, Any] | None = None) -> None:
+def save_checkpoint(
+    folder: Path,
+    head: MtpHead,
+    card: HeadCard,
+    extra: dict[str, dict[str, Tensor]] | None = None,
+    notes: dict[str, Any] | None = None,
+) -> None:
     """Write a checkpoint folder atomically.
 
     Args:
@@ -51,10 +57,15 @@ def save_checkpoint(folder: Path, head: MtpHead, card: HeadCard, extra: dict[str
     temporary = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(temporary, ignore_errors=True)
     require_writable(temporary)
-    tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in head.state_dict().items()}
+    tensors = {
+        name: tensor.detach().float().cpu().contiguous()
+        for name, tensor in head.state_dict().items()
+    }
     save_file(tensors, temporary / TENSORS)
     for name, values in (extra or {}).items():
-        save_file({key: value.cpu().contiguous() for key, value in values.items()}, temporary / name)
+        save_file(
+            {key: value.cpu().contiguous() for key, value in values.items()}, temporary / name
+        )
     for name, value in (notes or {}).items():
         write_json(temporary / name, value)
     write_json(temporary / CARD, asdict(card) | {"sha256": file_digest(temporary / TENSORS)})
@@ -65,7 +76,9 @@ def save_checkpoint(folder: Path, head: MtpHead, card: HeadCard, extra: dict[str
 def read_card(folder: Path) -> HeadCard:
     """The checkpoint's card; a folder without one is no checkpoint."""
     if not (folder / CARD).is_file():
-        raise UserError(f"a head checkpoint must hold {CARD}", folder, "run train, or name the folder it wrote")
+        raise UserError(
+            f"a head checkpoint must hold {CARD}", folder, "run train, or name the folder it wrote"
+        )
     return HeadCard(**read_json(folder / CARD))
 
 
@@ -73,10 +86,16 @@ def load_head(folder: Path, target: Target) -> tuple[MtpHead, HeadCard]:
     """Load a head for `target`, in float32; every mismatch is an error that names it."""
     card = read_card(folder)
     if card.family not in FAMILIES:
-        raise UserError("a head's family must be one of " + ", ".join(FAMILIES), card.family, "update mtp_train")
+        raise UserError(
+            "a head's family must be one of " + ", ".join(FAMILIES), card.family, "update mtp_train"
+        )
     require_match(card, target)
     if file_digest(folder / TENSORS) != card.sha256:
-        raise UserError("a head's tensors must be the bytes its card names", folder / TENSORS, "restore the file from a backup")
+        raise UserError(
+            "a head's tensors must be the bytes its card names",
+            folder / TENSORS,
+            "restore the file from a backup",
+        )
     head = FAMILIES[card.family](target)
     head.load_state_dict(load_tensors(folder / TENSORS, head.state_dict()))
     return head.to(target.device), card
@@ -91,7 +110,11 @@ def require_match(card: HeadCard, target: Target) -> None:
         ("target_hash", card.target_hash, target.hash),
     ):
         if found != expected:
-            raise UserError(f"a head must be used with its own target ({name} {expected})", found, "name the target it was trained for")
+            raise UserError(
+                f"a head must be used with its own target ({name} {expected})",
+                found,
+                "name the target it was trained for",
+            )
 
 
 def load_tensors(path: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -99,14 +122,28 @@ def load_tensors(path: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
     try:
         tensors = load_file(path)
     except (SafetensorError, FileNotFoundError) as error:
-        raise UserError("a checkpoint must hold a whole safetensors file", f"{path}: {error}", "use another checkpoint") from error
+        raise UserError(
+            "a checkpoint must hold a whole safetensors file",
+            f"{path}: {error}",
+            "use another checkpoint",
+        ) from error
     if set(tensors) != set(expected):
-        raise UserError("a checkpoint must hold the head's tensors", f"difference {sorted(set(tensors) ^ set(expected))}", "use another checkpoint")
+        raise UserError(
+            "a checkpoint must hold the head's tensors",
+            f"difference {sorted(set(tensors) ^ set(expected))}",
+            "use another checkpoint",
+        )
     for name, tensor in tensors.items():
         if tensor.shape != expected[name].shape:
-            raise UserError("a tensor must have the head's shape", f"{name} {tuple(tensor.shape)} for {tuple(expected[name].shape)}", "use another checkpoint")
+            raise UserError(
+                "a tensor must have the head's shape",
+                f"{name} {tuple(tensor.shape)} for {tuple(expected[name].shape)}",
+                "use another checkpoint",
+            )
         if not bool(tensor.isfinite().all()):
-            raise UserError("a head's weights must be finite", f"{name} in {path}", "use an earlier checkpoint")
+            raise UserError(
+                "a head's weights must be finite", f"{name} in {path}", "use an earlier checkpoint"
+            )
     return tensors
 
 

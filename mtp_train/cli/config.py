@@ -10,7 +10,6 @@ import json
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-import yaml
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
@@ -24,7 +23,9 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 def load_config(overrides: list[str]) -> dict[str, Any]:
     """The resolved configuration of a command line such as `recipe=smollm2_mtp_cpu train.epochs=2`."""
-    name = next((item.split("=", 1)[1] for item in reversed(overrides) if item.startswith("recipe=")), "")
+    name = next(
+        (item.split("=", 1)[1] for item in reversed(overrides) if item.startswith("recipe=")), ""
+    )
     rest = [item for item in overrides if not item.startswith("recipe=")]
     recipe = recipe_overrides(name) if name else []
     try:
@@ -33,7 +34,11 @@ def load_config(overrides: list[str]) -> dict[str, Any]:
             resolved = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException) as error:
         reason = " ".join(str(error).split())
-        raise UserError("overrides must name keys of the configuration", f"{' '.join(rest) or name} ({reason})", "see conf/ for the keys") from error
+        raise UserError(
+            "overrides must name keys of the configuration",
+            f"{' '.join(rest) or name} ({reason})",
+            "see conf/ for the keys",
+        ) from error
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()} | {"recipe": name}
 
@@ -46,15 +51,29 @@ def conf_folder() -> Path:
 def recipe_overrides(name: str) -> list[str]:
     """A recipe's values as overrides: `train: {epochs: 2}` is `train.epochs=2`."""
     folders = [Path("recipes"), PACKAGE.parent / "recipes"]
-    found = next((folder / name / "config.yaml" for folder in folders if (folder / name / "config.yaml").is_file()), None)
+    found = next(
+        (
+            folder / name / "config.yaml"
+            for folder in folders
+            if (folder / name / "config.yaml").is_file()
+        ),
+        None,
+    )
     if found is None:
-        known = sorted({path.parent.name for folder in folders for path in folder.glob("*/config.yaml")})
-        raise UserError("a recipe must be one of " + (", ".join(known) or "recipes/*/config.yaml"), name, "choose one of them")
-    values = yaml.safe_load(found.read_text(encoding="utf-8"))
+        known = sorted(
+            {path.parent.name for folder in folders for path in folder.glob("*/config.yaml")}
+        )
+        raise UserError(
+            "a recipe must be one of " + (", ".join(known) or "recipes/*/config.yaml"),
+            name,
+            "choose one of them",
+        )
+    values = OmegaConf.to_container(OmegaConf.load(found))
+    assert isinstance(values, dict)
     return [f"{key}={value}" for key, value in _flatten(values, str(found.parent))]
 
 
-def _flatten(values: dict[str, Any], folder: str, prefix: str = "") -> list[tuple[str, str]]:
+def _flatten(values: dict[Any, Any], folder: str, prefix: str = "") -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     for key, value in values.items():
         if isinstance(value, dict):
@@ -74,7 +93,11 @@ def section(config: dict[str, Any], name: str, cls: type[T]) -> T:
     known = {item.name for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
     unknown = set(values) - known
     if unknown:
-        raise UserError(f"keys of {name} must be among " + ", ".join(sorted(known)), ", ".join(sorted(unknown)), "correct the override")
+        raise UserError(
+            f"keys of {name} must be among " + ", ".join(sorted(known)),
+            ", ".join(sorted(unknown)),
+            "correct the override",
+        )
     return cls(**{key: _typed(f"{name}.{key}", value, hints[key]) for key, value in values.items()})
 
 
@@ -82,5 +105,7 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if kind in (int, float, str, bool) and type(value) is not kind:
-        raise UserError(f"{name} must be of type {kind.__name__}", repr(value), "correct the override")
+        raise UserError(
+            f"{name} must be of type {kind.__name__}", repr(value), "correct the override"
+        )
     return value

@@ -37,15 +37,34 @@ def _work(job: Job, config: EvaluateConfig) -> Any:
     figures, completions = measure.measure_acceptance(target, head, sets, config, job.engine_config)
     requests = measure.spread(sets[0].requests, config.speed_prompts)
     speed = measure.measure_speed(target, head, requests, config) if requests else {}
-    lossless = measure.measure_lossless(job.target("float32"), head, sets, config, job.engine_config) if config.lossless_prompts else {}
+    lossless = (
+        measure.measure_lossless(job.target("float32"), head, sets, config, job.engine_config)
+        if config.lossless_prompts
+        else {}
+    )
     evaluation = {
         "format": 1,
-        "target": {"path": str(target.path), "hash": target.hash, "hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "layers": target.layers},
-        "head": {"family": card.family, "parameters": sum(p.numel() for p in head.parameters()), "step": card.step, "sha256": card.sha256},
+        "target": {
+            "path": str(target.path),
+            "hash": target.hash,
+            "hidden_size": target.hidden_size,
+            "vocab_size": target.vocab_size,
+            "layers": target.layers,
+        },
+        "head": {
+            "family": card.family,
+            "parameters": sum(p.numel() for p in head.parameters()),
+            "step": card.step,
+            "sha256": card.sha256,
+        },
         "versions": versions(),
         "data_digest": job.folder.require("precompute")["outputs"],
         "command": job.command,
-        "machine": {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads(), "device": job.device},
+        "machine": {
+            "cpu": platform.processor() or platform.machine(),
+            "threads": torch.get_num_threads(),
+            "device": job.device,
+        },
         "k": config.drafts,
         "dtype": str(target.dtype).removeprefix("torch."),
         "max_new_tokens": config.max_new_tokens,
@@ -63,10 +82,18 @@ def _sets(job: Job, config: EvaluateConfig) -> list[PromptSet]:
     """The held-out prompts first, then those out of domain where the run has any."""
     stop = stop_tokens(job.tokenizer)
     found = [name for name in SETS if job.folder.answers(name).is_file()]
-    return [prompt_set(name, read_answers(job.folder.answers(name), Accounting()), stop, config.max_new_tokens) for name in found]
+    return [
+        prompt_set(
+            name, read_answers(job.folder.answers(name), Accounting()), stop, config.max_new_tokens
+        )
+        for name in found
+    ]
 
 
 def _last_validation(job: Job) -> dict[str, float]:
     """The trainer's own last figures on the held-out features."""
-    rows = [json.loads(line) for line in (job.folder.stage("train") / CURVES).read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (job.folder.stage("train") / CURVES).read_text(encoding="utf-8").splitlines()
+    ]
     return next((row["validation"] for row in reversed(rows) if "validation" in row), {})

@@ -51,14 +51,22 @@ class Job:
         wanted = dtype or str(self.config["target"]["dtype"])
         if wanted not in self._targets:
             values = self.config["target"]
-            self._targets[wanted] = Target.load(values["path"], wanted, device=self.device, trust_remote_code=bool(values["trust_remote_code"]))
+            self._targets[wanted] = Target.load(
+                values["path"],
+                wanted,
+                device=self.device,
+                trust_remote_code=bool(values["trust_remote_code"]),
+            )
         return self._targets[wanted]
 
     @cached_property
     def target_inputs(self) -> dict[str, Any]:
         """What of the target a stage depends on."""
         require_model_folder(self.config["target"]["path"])
-        return {"hash": target_hash(self.config["target"]["path"]), "dtype": self.config["target"]["dtype"]}
+        return {
+            "hash": target_hash(self.config["target"]["path"]),
+            "dtype": self.config["target"]["dtype"],
+        }
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

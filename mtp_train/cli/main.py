@@ -29,7 +29,9 @@ def main() -> int:
 def dispatch(name: str, overrides: list[str]) -> None:
     """Run one stage, or all."""
     if name not in (*STAGES, "run"):
-        raise UserError("a stage must be one of " + ", ".join((*STAGES, "run")), name, "see mtp-train --help")
+        raise UserError(
+            "a stage must be one of " + ", ".join((*STAGES, "run")), name, "see mtp-train --help"
+        )
     # Stages load torch and transformers; a typing mistake should not wait for them.
     from mtp_train.cli.job import Job
 

@@ -23,13 +23,20 @@ def stage(job: Job) -> None:
     config: PrecomputeConfig = job.section("precompute", PrecomputeConfig)
     before = job.folder.require("regenerate")["outputs"]
     ranks = current_ranks(job.device == "cpu")
-    run_stage(job.folder, "precompute", [asdict(config), before, job.target_inputs], lambda: _work(job, config, ranks))
+    run_stage(
+        job.folder,
+        "precompute",
+        [asdict(config), before, job.target_inputs],
+        lambda: _work(job, config, ranks),
+    )
 
 
 def _work(job: Job, config: PrecomputeConfig, ranks: Ranks) -> Any:
     for name in SETS:
         accounting = Accounting()
-        sequences = from_answers(read_answers(job.folder.answers(name), accounting), config, accounting)
+        sequences = from_answers(
+            read_answers(job.folder.answers(name), accounting), config, accounting
+        )
         precompute(job.target(), sequences, config, job.folder.features(name), accounting, ranks)
     return {name: file_digest(job.folder.features(name) / NAME) for name in SETS}
 

@@ -18,13 +18,19 @@ from mtp_train.regenerate.stage import RegenerateConfig, regenerate
 def stage(job: Job) -> None:
     config: RegenerateConfig = job.section("regenerate", RegenerateConfig)
     if not config.prompts:
-        raise UserError("regenerate.prompts must name at least one file", "none", "add regenerate.prompts.train=FILE, or use a recipe")
+        raise UserError(
+            "regenerate.prompts must name at least one file",
+            "none",
+            "add regenerate.prompts.train=FILE, or use a recipe",
+        )
     for path in config.prompts.values():
         if not Path(path).is_file():
             raise UserError("a prompts file must exist", path, "correct regenerate.prompts")
     prompts = {name: file_digest(Path(path)) for name, path in config.prompts.items()}
     values = {key: value for key, value in asdict(config).items() if key != "prompts"}
-    run_stage(job.folder, "regenerate", [values, prompts, job.target_inputs], lambda: _work(job, config))
+    run_stage(
+        job.folder, "regenerate", [values, prompts, job.target_inputs], lambda: _work(job, config)
+    )
 
 
 def _work(job: Job, config: RegenerateConfig) -> Any:
@@ -33,6 +39,9 @@ def _work(job: Job, config: RegenerateConfig) -> Any:
     for name in config.prompts:
         accounting = regenerate(engine, job.tokenizer, config, name, job.folder.answers(name))
         counts[name] = accounting.as_dict()
-        say(f"regenerate {name}: {accounting.used} answered, {sum(accounting.refused.values())} refused, {accounting.total} in all")
+        refused = sum(accounting.refused.values())
+        say(
+            f"regenerate {name}: {accounting.used} answered + {refused} refused = {accounting.total}"
+        )
     write_json(job.folder.stage("regenerate") / "accounting.json", counts)
     return {name: file_digest(job.folder.answers(name)) for name in config.prompts}

@@ -19,7 +19,10 @@ def stage(job: Job) -> None:
 
 
 def _work(job: Job) -> Any:
-    curves = [json.loads(line) for line in (job.folder.stage("train") / CURVES).read_text(encoding="utf-8").splitlines()]
+    curves = [
+        json.loads(line)
+        for line in (job.folder.stage("train") / CURVES).read_text(encoding="utf-8").splitlines()
+    ]
     out = job.folder.stage("report")
     write_report(read_json(job.folder.evaluation), curves, job.folder.seconds(), out)
     say(f"report: open {out / 'index.html'}")

@@ -50,7 +50,11 @@ class RunFolder:
         """The stamp of a stage that must be done by now."""
         path = self.stage(stage) / STAMP
         if not path.is_file():
-            raise UserError(f"stage {stage} must be done first", self.root, f"run `mtp-train {stage}` with the same run folder")
+            raise UserError(
+                f"stage {stage} must be done first",
+                self.root,
+                f"run `mtp-train {stage}` with the same run folder",
+            )
         return dict(read_json(path))
 
     def seconds(self) -> dict[str, float]:
@@ -72,5 +76,8 @@ def run_stage(folder: RunFolder, name: str, inputs: Any, work: Callable[[], Any]
     begin = time.perf_counter()
     outputs = work()
     seconds = time.perf_counter() - begin
-    write_json(stamp, {"inputs": wanted, "outputs": digest(outputs), "seconds": seconds, "versions": versions()})
+    write_json(
+        stamp,
+        {"inputs": wanted, "outputs": digest(outputs), "seconds": seconds, "versions": versions()},
+    )
     say(f"{name}: done in {seconds:.0f} s -> {place}")

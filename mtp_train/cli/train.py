@@ -8,12 +8,12 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from mtp_train.checkpoint.heads import TENSORS
 from mtp_train.cli.job import Job
 from mtp_train.cli.main import guarded
 from mtp_train.cli.run_folder import run_stage
 from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import file_digest
-from mtp_train.checkpoint.heads import TENSORS
 from mtp_train.heads.mtp import MtpConfig, build
 from mtp_train.store.manifest import verify_files
 from mtp_train.store.shards import FeatureStore
@@ -26,7 +26,13 @@ def stage(job: Job) -> None:
     config: TrainConfig = job.section("train", TrainConfig)
     head_config: MtpConfig = job.section("head", MtpConfig)
     before = job.folder.require("precompute")["outputs"]
-    inputs = [asdict(config), asdict(head_config), before, job.target_inputs, job.config["precision"]]
+    inputs = [
+        asdict(config),
+        asdict(head_config),
+        before,
+        job.target_inputs,
+        job.config["precision"],
+    ]
     run_stage(job.folder, "train", inputs, lambda: _work(job, config, head_config))
 
 
@@ -37,7 +43,15 @@ def _work(job: Job, config: TrainConfig, head_config: MtpConfig) -> Any:
     out = job.folder.stage("train")
     accelerator = _accelerator(job, out)
     target = job.target()
-    train(target, build(target, head_config, config.seed), features, held_out, config, accelerator, out)
+    train(
+        target,
+        build(target, head_config, config.seed),
+        features,
+        held_out,
+        config,
+        accelerator,
+        out,
+    )
     accelerator.end_training()
     return file_digest(job.folder.head / TENSORS)
 
@@ -45,9 +59,16 @@ def _work(job: Job, config: TrainConfig, head_config: MtpConfig) -> Any:
 def _accelerator(job: Job, out: Any) -> Accelerator:
     precision = str(job.config["precision"])
     if precision not in PRECISIONS:
-        raise UserError("precision must be one of " + ", ".join(PRECISIONS), precision, "choose one of them")
+        raise UserError(
+            "precision must be one of " + ", ".join(PRECISIONS), precision, "choose one of them"
+        )
     trackers = list(job.config["trackers"])
-    accelerator = Accelerator(mixed_precision=PRECISIONS[precision], cpu=job.device == "cpu", log_with=trackers or None, project_dir=str(out))
+    accelerator = Accelerator(
+        mixed_precision=PRECISIONS[precision],
+        cpu=job.device == "cpu",
+        log_with=trackers or None,
+        project_dir=str(out),
+    )
     if trackers:
         accelerator.init_trackers("mtp_train")
     return accelerator

@@ -8,10 +8,21 @@ from typing import Any
 from tqdm import tqdm
 
 
-def progress(total: int, what: str, unit: str, *, initial: int = 0, shown: bool = True) -> tqdm[Any]:
+def progress(
+    total: int, what: str, unit: str, *, initial: int = 0, shown: bool = True
+) -> tqdm[Any]:
     """A bar that shows rate and time left; on a file instead of a terminal it prints a line now and then."""
     interval = 0.2 if sys.stderr.isatty() else 15.0
-    return tqdm(total=total, desc=what, unit=unit, initial=initial, disable=not shown, mininterval=interval, dynamic_ncols=True, unit_scale=total > 20_000)
+    return tqdm(
+        total=total,
+        desc=what,
+        unit=unit,
+        initial=initial,
+        disable=not shown,
+        mininterval=interval,
+        dynamic_ncols=True,
+        unit_scale=total > 20_000,
+    )
 
 
 def say(message: str) -> None:

@@ -75,9 +75,15 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise UserError("a file that the run needs must exist", path, "run the stage that writes it") from error
+        raise UserError(
+            "a file that the run needs must exist", path, "run the stage that writes it"
+        ) from error
     except json.JSONDecodeError as error:
-        raise UserError("a JSON file must be well-formed", f"{path}: {error}", "delete it and run its stage again") from error
+        raise UserError(
+            "a JSON file must be well-formed",
+            f"{path}: {error}",
+            "delete it and run its stage again",
+        ) from error
 
 
 def require_writable(folder: Path) -> None:
@@ -88,4 +94,6 @@ def require_writable(folder: Path) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise UserError("an output folder must be writable", f"{folder} ({error.strerror})", "name another one") from error
+        raise UserError(
+            "an output folder must be writable", f"{folder} ({error.strerror})", "name another one"
+        ) from error

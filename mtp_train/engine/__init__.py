@@ -1,1 +1,1 @@
-"""Floor 3: the draft/target engine: pages, sequences, scheduler, propose / verify / commit. Knows no text, no training."""
+"""Floor 3: the draft/target engine: pages, scheduler, propose / verify / commit. Knows no text, no training."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -69,11 +69,15 @@ class Engine:
         proposer: who drafts; none for plain decoding.
     """
 
-    def __init__(self, target: Target, proposer: Proposer | None = None, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self, target: Target, proposer: Proposer | None = None, config: EngineConfig | None = None
+    ) -> None:
         self.target = target
         self.proposer: Proposer = proposer or NoProposer()
         self.config = config or EngineConfig()
-        self.pages = PageAllocator(self.config.cache_rows // self.config.page_size, self.config.page_size)
+        self.pages = PageAllocator(
+            self.config.cache_rows // self.config.page_size, self.config.page_size
+        )
         self.cache = PagedKV(
             target.layers + self.proposer.cache_layers,
             self.pages.pages,
@@ -87,7 +91,10 @@ class Engine:
 
     @torch.inference_mode()
     def generate(
-        self, requests: Iterable[Request], sampling: Sampling | None = None, on_finish: Callable[[Completion], None] | None = None
+        self,
+        requests: Iterable[Request],
+        sampling: Sampling | None = None,
+        on_finish: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
         """Complete every request; results come in the requests' order, `on_finish` sees them as they end.
 
@@ -95,7 +102,7 @@ class Engine:
         its completion says why. `stats` holds the call's times.
         """
         run = _Run(self, sampling or Sampling())
-        order = [request.key for request in requests_list(requests, run)]
+        order = [request.key for request in run.queue(requests)]
         begin = time.perf_counter()
         done: dict[str, Completion] = {}
         for completion in run.completions():
@@ -106,7 +113,7 @@ class Engine:
         self.stats = RunStats(time.perf_counter() - begin, run.clock.seconds, tokens, run.steps)
         return [done[key] for key in order]
 
-    def refusal(self, request: Request) -> str:
+    def refusal(self, request: Request, sampling: Sampling) -> str:
         """Why a request can't run here; empty if it can."""
         limit = min(self.target.max_positions, self.config.cache_rows - self.proposer.drafts - 1)
         if not request.prompt:
@@ -117,16 +124,9 @@ class Engine:
             return f"max_new_tokens is {request.max_new_tokens}, it must be 1 or more"
         if min(request.prompt) < 0 or max(request.prompt) >= self.target.vocab_size:
             return f"a token lies outside the vocabulary of {self.target.vocab_size}"
+        if request.script and not sampling.greedy:
+            return "a script stands for greedy choices, the sampling is not greedy"
         return ""
-
-
-def requests_list(requests: Iterable[Request], run: _Run) -> list[Request]:
-    """Queue the requests; their keys must be unique."""
-    listed = list(requests)
-    if len({request.key for request in listed}) != len(listed):
-        raise UserError("request keys must be unique", f"{len(listed)} requests with repeated keys", "number them")
-    run.waiting.extend(listed)
-    return listed
 
 
 class _Run:
@@ -144,6 +144,18 @@ class _Run:
         self.carry: Carry | None = None
         self.steps = 0
 
+    def queue(self, requests: Iterable[Request]) -> list[Request]:
+        """Take in the requests; their keys must be unique."""
+        listed = list(requests)
+        if len({request.key for request in listed}) != len(listed):
+            raise UserError(
+                "request keys must be unique",
+                f"{len(listed)} requests with repeated keys",
+                "number them",
+            )
+        self.waiting.extend(listed)
+        return listed
+
     def completions(self) -> Iterable[Completion]:
         while self.waiting or self.running:
             yield from self._refused()
@@ -156,7 +168,7 @@ class _Run:
     # --- scheduling -------------------------------------------------------------------------------------------
 
     def _refused(self) -> Iterable[Completion]:
-        while self.waiting and (reason := self.engine.refusal(self.waiting[0])):
+        while self.waiting and (reason := self.engine.refusal(self.waiting[0], self.sampling)):
             request = self.waiting.popleft()
             yield Completion(request.key, request.prompt, (), f"refused: {reason}")
 
@@ -169,21 +181,29 @@ class _Run:
             request = self._bounded(self.waiting[0])
             need = len(request.prompt) + request.max_new_tokens + self.proposer.drafts
             full = rows and rows + len(request.prompt) > config.prefill_rows
-            if full or self.engine.refusal(request) or not self.engine.pages.fits(need):
+            if (
+                full
+                or self.engine.refusal(request, self.sampling)
+                or not self.engine.pages.fits(need)
+            ):
                 break
             self.waiting.popleft()
             rows += len(request.prompt)
-            joining.append(Sequence(request, self.engine.pages.allocate(need), list(request.prompt)))
+            joining.append(
+                Sequence(request, self.engine.pages.allocate(need), list(request.prompt))
+            )
         if joining:
             self._prefill(joining)
 
     def _bounded(self, request: Request) -> Request:
         """The request with its output limited to the positions and the cache that there are."""
-        limit = min(self.target.max_positions, self.engine.config.cache_rows - self.proposer.drafts - 1)
+        limit = min(
+            self.target.max_positions, self.engine.config.cache_rows - self.proposer.drafts - 1
+        )
         room = limit - len(request.prompt)
         if request.max_new_tokens <= room:
             return request
-        return Request(request.key, request.prompt, max(room, 1), request.stop_tokens)
+        return replace(request, max_new_tokens=max(room, 1))
 
     def _retire(self) -> Iterable[Completion]:
         if not any(sequence.finish for sequence in self.running):
@@ -199,7 +219,9 @@ class _Run:
     # --- one batch --------------------------------------------------------------------------------------------
 
     def _prefill(self, joining: list[Sequence]) -> None:
-        plan = self._plan(joining, [0] * len(joining), [len(sequence.tokens) for sequence in joining])
+        plan = self._plan(
+            joining, [0] * len(joining), [len(sequence.tokens) for sequence in joining]
+        )
         token_T = self._tensor([token for sequence in joining for token in sequence.tokens])
         last_B = plan.last_rows()
         with self.clock("target"):
@@ -207,7 +229,15 @@ class _Run:
             logits_BV = self.target.logits(state_TD[last_B])
         with self.clock("sampling"):
             first_B, _ = choose(logits_BV, self.sampling, self.generator)
-        carry = self.proposer.observe(self.engine.cache, plan, next_tokens(token_T, last_B, first_B), state_TD, last_B, self.clock)
+        first_B = self._scripted(first_B.unsqueeze(1), joining).squeeze(1)
+        carry = self.proposer.observe(
+            self.engine.cache,
+            plan,
+            next_tokens(token_T, last_B, first_B),
+            state_TD,
+            last_B,
+            self.clock,
+        )
         if carry is not None:
             self.carry = carry if self.carry is None else self.carry.join(carry)
         for sequence, token in zip(joining, first_B.tolist(), strict=True):
@@ -220,7 +250,11 @@ class _Run:
         draft = self._propose(newest)
         plan = self._plan(self.running, newest, [drafts + 1] * len(newest))
         known_B = self._tensor([sequence.tokens[-1] for sequence in self.running])
-        row_BR = known_B.unsqueeze(1) if draft is None else torch.cat([known_B.unsqueeze(1), draft.token_BK], dim=1)
+        row_BR = (
+            known_B.unsqueeze(1)
+            if draft is None
+            else torch.cat([known_B.unsqueeze(1), draft.token_BK], dim=1)
+        )
         with self.clock("target"):
             state_TD = self._target_rows(row_BR.flatten(), plan)
             logits_BRV = self.target.logits(state_TD).unflatten(0, row_BR.shape)
@@ -229,32 +263,54 @@ class _Run:
         if drafts:
             row_B = torch.arange(len(newest), device=accepted_B.device) * (drafts + 1) + accepted_B
             next_BR = verified_tokens(row_BR[:, 1:], accepted_B, following_B)
-            self.carry = self.proposer.observe(self.engine.cache, plan, next_BR.flatten(), state_TD, row_B, self.clock)
+            self.carry = self.proposer.observe(
+                self.engine.cache, plan, next_BR.flatten(), state_TD, row_B, self.clock
+            )
         self._commit(row_BR[:, 1:], accepted_B, following_B)
         self.steps += 1
 
     def _propose(self, newest: list[int]) -> Draft | None:
         if not self.proposer.drafts:
             return None
-        plans = [self._plan(self.running, [row + step for row in newest], [1] * len(newest)) for step in range(self.proposer.drafts - 1)]
-        return self.proposer.propose(self.engine.cache, plans, self.carry, self.sampling, self.generator, self.clock)
+        plans = [
+            self._plan(self.running, [row + step for row in newest], [1] * len(newest))
+            for step in range(self.proposer.drafts - 1)
+        ]
+        return self.proposer.propose(
+            self.engine.cache, plans, self.carry, self.sampling, self.generator, self.clock
+        )
 
-    def _verify(self, draft_BK: Tensor, draft: Draft | None, logits_BRV: Tensor) -> tuple[Tensor, Tensor]:
+    def _verify(
+        self, draft_BK: Tensor, draft: Draft | None, logits_BRV: Tensor
+    ) -> tuple[Tensor, Tensor]:
         if self.sampling.greedy:
-            return verify_greedy(draft_BK, logits_BRV)
+            return verify_greedy(draft_BK, self._scripted(logits_BRV.argmax(dim=-1), self.running))
         target_p = probabilities(logits_BRV, self.sampling.temperature)
         draft_p = target_p[:, :0] if draft is None or draft.p_BKV is None else draft.p_BKV
         return verify_sampled(draft_BK, draft_p, target_p, self.generator)
 
+    def _scripted(self, choice_BR: Tensor, sequences: list[Sequence]) -> Tensor:
+        """The target's choices, with scripts in their place where requests have any."""
+        if not any(sequence.request.script for sequence in sequences):
+            return choice_BR
+        rows = zip(sequences, choice_BR.tolist(), strict=True)
+        return torch.tensor(
+            [sequence.scripted(choices) for sequence, choices in rows], device=choice_BR.device
+        )
+
     def _commit(self, draft_BK: Tensor, accepted_B: Tensor, following_B: Tensor) -> None:
-        rows = zip(self.running, draft_BK.tolist(), accepted_B.tolist(), following_B.tolist(), strict=True)
+        rows = zip(
+            self.running, draft_BK.tolist(), accepted_B.tolist(), following_B.tolist(), strict=True
+        )
         for sequence, drafted, accepted, following in rows:
             if drafted:
                 sequence.steps.append(DraftStep(tuple(drafted), accepted))
             sequence.commit([*drafted[:accepted], following])
 
     def _target_rows(self, token_T: Tensor, plan: BatchPlan) -> Tensor:
-        return self.target.forward(token_T, plan.positions, PagedContext.of(self.engine.cache, plan))
+        return self.target.forward(
+            token_T, plan.positions, PagedContext.of(self.engine.cache, plan)
+        )
 
     def _plan(self, sequences: list[Sequence], starts: list[int], rows: list[int]) -> BatchPlan:
         pages = [sequence.pages for sequence in sequences]

@@ -24,7 +24,11 @@ class PageAllocator:
         """Pages for `rows` rows; call `fits` first."""
         need = self.pages_for(rows)
         if need > len(self._free):
-            raise UserError("a sequence needs free pages", f"{need} needed, {len(self._free)} free", "raise engine.pages")
+            raise UserError(
+                "a sequence needs free pages",
+                f"{need} needed, {len(self._free)} free",
+                "raise engine.pages",
+            )
         return [self._free.pop() for _ in range(need)]
 
     def release(self, pages: list[int]) -> None:

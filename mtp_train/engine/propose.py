@@ -31,7 +31,9 @@ class Carry:
         return Carry(self.state_BD[index], self.logits_BV[index])
 
     def join(self, other: Carry) -> Carry:
-        return Carry(torch.cat([self.state_BD, other.state_BD]), torch.cat([self.logits_BV, other.logits_BV]))
+        return Carry(
+            torch.cat([self.state_BD, other.state_BD]), torch.cat([self.logits_BV, other.logits_BV])
+        )
 
 
 @dataclass(frozen=True)
@@ -46,14 +48,30 @@ class Proposer(Protocol):
     drafts: int  # K, 0 for plain decoding
     cache_layers: int  # layers it needs in the paged cache, after the target's
 
-    def observe(self, cache: PagedKV, plan: BatchPlan, next_T: Tensor, state_TD: Tensor, row_B: Tensor, clock: Clock) -> Carry | None:
+    def observe(
+        self,
+        cache: PagedKV,
+        plan: BatchPlan,
+        next_T: Tensor,
+        state_TD: Tensor,
+        row_B: Tensor,
+        clock: Clock,
+    ) -> Carry | None:
         """Run over verified rows with the target's states; carry the output of row `row_B` of each sequence.
 
         next_T: token x[p+1] of each row p. Rows past `row_B` of a sequence hold nothing yet and are overwritten.
         """
         ...
 
-    def propose(self, cache: PagedKV, plans: list[BatchPlan], carry: Carry | None, sampling: Sampling, generator: torch.Generator, clock: Clock) -> Draft:
+    def propose(
+        self,
+        cache: PagedKV,
+        plans: list[BatchPlan],
+        carry: Carry | None,
+        sampling: Sampling,
+        generator: torch.Generator,
+        clock: Clock,
+    ) -> Draft:
         """Draft K tokens per sequence. plans[s] holds the row of draft step s+1 (K-1 plans)."""
         ...
 
@@ -64,10 +82,26 @@ class NoProposer:
     drafts = 0
     cache_layers = 0
 
-    def observe(self, cache: PagedKV, plan: BatchPlan, next_T: Tensor, state_TD: Tensor, row_B: Tensor, clock: Clock) -> None:
+    def observe(
+        self,
+        cache: PagedKV,
+        plan: BatchPlan,
+        next_T: Tensor,
+        state_TD: Tensor,
+        row_B: Tensor,
+        clock: Clock,
+    ) -> None:
         return None
 
-    def propose(self, cache: PagedKV, plans: list[BatchPlan], carry: Carry | None, sampling: Sampling, generator: torch.Generator, clock: Clock) -> Draft:
+    def propose(
+        self,
+        cache: PagedKV,
+        plans: list[BatchPlan],
+        carry: Carry | None,
+        sampling: Sampling,
+        generator: torch.Generator,
+        clock: Clock,
+    ) -> Draft:
         raise AssertionError("a plain engine never asks for drafts")
 
 
@@ -82,14 +116,30 @@ class ChainProposer:
         self.head = head.to(target.dtype).eval().requires_grad_(False)
         self.drafts = drafts
 
-    def observe(self, cache: PagedKV, plan: BatchPlan, next_T: Tensor, state_TD: Tensor, row_B: Tensor, clock: Clock) -> Carry:
+    def observe(
+        self,
+        cache: PagedKV,
+        plan: BatchPlan,
+        next_T: Tensor,
+        state_TD: Tensor,
+        row_B: Tensor,
+        clock: Clock,
+    ) -> Carry:
         with clock("head"):
             out_TD = self._rows(cache, plan, next_T, state_TD)
             state_BD = out_TD[row_B]
         with clock("lm_head of the head"):
             return Carry(state_BD, self.target.logits(state_BD))
 
-    def propose(self, cache: PagedKV, plans: list[BatchPlan], carry: Carry | None, sampling: Sampling, generator: torch.Generator, clock: Clock) -> Draft:
+    def propose(
+        self,
+        cache: PagedKV,
+        plans: list[BatchPlan],
+        carry: Carry | None,
+        sampling: Sampling,
+        generator: torch.Generator,
+        clock: Clock,
+    ) -> Draft:
         assert carry is not None, "observe before propose"
         tokens, dists = [], []
         state_BD, logits_BV = carry.state_BD, carry.logits_BV
@@ -104,14 +154,20 @@ class ChainProposer:
                 state_BD = self._rows(cache, plans[step], token_B, state_BD)
             with clock("lm_head of the head"):
                 logits_BV = self.target.logits(state_BD)
-        stacked = None if sampling.greedy else torch.stack([p for p in dists if p is not None], dim=1)
+        stacked = (
+            None if sampling.greedy else torch.stack([p for p in dists if p is not None], dim=1)
+        )
         return Draft(torch.stack(tokens, dim=1), stacked)
 
     def _rows(self, cache: PagedKV, plan: BatchPlan, token_T: Tensor, state_TD: Tensor) -> Tensor:
-        return self.head(self.target.embed(token_T), state_TD, plan.positions, PagedContext.of(cache, plan))
+        return self.head(
+            self.target.embed(token_T), state_TD, plan.positions, PagedContext.of(cache, plan)
+        )
 
 
-def choose(logits_BV: Tensor, sampling: Sampling, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
+def choose(
+    logits_BV: Tensor, sampling: Sampling, generator: torch.Generator
+) -> tuple[Tensor, Tensor | None]:
     """A token per sequence [B], and the distribution it was drawn from [B, V] unless greedy."""
     if sampling.greedy:
         return logits_BV.argmax(dim=-1), None

@@ -22,7 +22,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
-            raise UserError("a temperature must be 0 or more", self.temperature, "use 0 for greedy decoding")
+            raise UserError(
+                "a temperature must be 0 or more", self.temperature, "use 0 for greedy decoding"
+            )
 
     @property
     def greedy(self) -> bool:

@@ -7,12 +7,19 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to continue."""
+    """A prompt to continue.
+
+    Attributes:
+        script: a continuation that stands in for the target's greedy choices. The engine then measures what it would
+            have drafted along a text that another engine wrote: two bfloat16 engines part at near-ties, and counters
+            of different texts can't be compared closely.
+    """
 
     key: str
     prompt: tuple[int, ...]
     max_new_tokens: int
     stop_tokens: frozenset[int] = frozenset()
+    script: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -43,13 +50,21 @@ class Sequence:
 
     request: Request
     pages: list[int]
-    tokens: list[int] = field(default_factory=list)  # prompt and output; the target has cached all but the last
+    tokens: list[int] = field(
+        default_factory=list
+    )  # prompt and output; the target has cached all but the last
     steps: list[DraftStep] = field(default_factory=list)
     finish: str = ""
 
     @property
     def output(self) -> list[int]:
         return self.tokens[len(self.request.prompt) :]
+
+    def scripted(self, choices: list[int]) -> list[int]:
+        """The target's choices for the next tokens, with the script's in their place as far as it goes."""
+        at = len(self.output)
+        script = list(self.request.script[at : at + len(choices)])
+        return script + choices[len(script) :]
 
     def commit(self, tokens: list[int]) -> None:
         """Append verified tokens up to a stop token or the length limit, and note why it ended."""
@@ -63,4 +78,10 @@ class Sequence:
             self.finish = "length"
 
     def complete(self) -> Completion:
-        return Completion(self.request.key, self.request.prompt, tuple(self.output), self.finish, tuple(self.steps))
+        return Completion(
+            self.request.key,
+            self.request.prompt,
+            tuple(self.output),
+            self.finish,
+            tuple(self.steps),
+        )

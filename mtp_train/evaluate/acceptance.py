@@ -20,12 +20,21 @@ from mtp_train.engine.sequences import Completion
 RESAMPLES = 1000
 
 
-def acceptance(completions: Sequence[Completion], categories: dict[str, str], temperature: float, drafts: int) -> dict[str, Any]:
+def acceptance(
+    completions: Sequence[Completion], categories: dict[str, str], temperature: float, drafts: int
+) -> dict[str, Any]:
     """Figures over all completions and by category (key -> category)."""
     whole = _figures(completions, temperature, drafts)
     names = sorted({categories[completion.key] for completion in completions})
-    by_name = {name: [completion for completion in completions if categories[completion.key] == name] for name in names}
-    return whole | {"categories": {name: _figures(members, temperature, drafts) for name, members in by_name.items()}}
+    by_name = {
+        name: [completion for completion in completions if categories[completion.key] == name]
+        for name in names
+    }
+    return whole | {
+        "categories": {
+            name: _figures(members, temperature, drafts) for name, members in by_name.items()
+        }
+    }
 
 
 def _figures(completions: Sequence[Completion], temperature: float, drafts: int) -> dict[str, Any]:

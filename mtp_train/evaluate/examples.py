@@ -9,10 +9,19 @@ from transformers import PreTrainedTokenizerBase
 from mtp_train.engine.sequences import Completion
 
 
-def example(tokenizer: PreTrainedTokenizerBase, completion: Completion, prompt: str, category: str) -> dict[str, Any]:
+def example(
+    tokenizer: PreTrainedTokenizerBase, completion: Completion, prompt: str, category: str
+) -> dict[str, Any]:
     """An output as segments of kind `target`, `accepted` or `rejected` (drafted, not part of the output)."""
-    segments = [{"text": tokenizer.decode(list(ids)), "kind": kind} for kind, ids in runs(completion)]
-    return {"key": completion.key, "category": category, "prompt": prompt, "segments": [s for s in segments if s["text"]]}
+    segments = [
+        {"text": tokenizer.decode(list(ids)), "kind": kind} for kind, ids in runs(completion)
+    ]
+    return {
+        "key": completion.key,
+        "category": category,
+        "prompt": prompt,
+        "segments": [s for s in segments if s["text"]],
+    }
 
 
 def runs(completion: Completion) -> list[tuple[str, tuple[int, ...]]]:
@@ -27,6 +36,10 @@ def runs(completion: Completion) -> list[tuple[str, tuple[int, ...]]]:
         accepted = tokens[at : at + step.accepted]
         rejected = step.drafted[step.accepted : step.accepted + 1]
         following = tokens[at + step.accepted : at + step.accepted + 1]
-        found += [("accepted", accepted), ("rejected", rejected if following else ()), ("target", following)]
+        found += [
+            ("accepted", accepted),
+            ("rejected", rejected if following else ()),
+            ("target", following),
+        ]
         at += step.accepted + 1
     return [(kind, ids) for kind, ids in found if ids]

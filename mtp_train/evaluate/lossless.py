@@ -20,7 +20,9 @@ from mtp_train.models.target import Target
 TIE = 1e-3  # gap of two logits, in float32, below which either choice is right
 
 
-def compare(target: Target, plain: Sequence[Completion], other: Sequence[Completion]) -> dict[str, Any]:
+def compare(
+    target: Target, plain: Sequence[Completion], other: Sequence[Completion]
+) -> dict[str, Any]:
     """Compare two runs over the same prompts, in order."""
     ties, different, equal = [], [], 0
     for left, right in zip(plain, other, strict=True):
@@ -34,7 +36,13 @@ def compare(target: Target, plain: Sequence[Completion], other: Sequence[Complet
         if gap < TIE:
             ties.append(row)
         else:
-            different.append(row | {"plain": list(left.tokens[position : position + 4]), "speculative": list(right.tokens[position : position + 4])})
+            different.append(
+                row
+                | {
+                    "plain": list(left.tokens[position : position + 4]),
+                    "speculative": list(right.tokens[position : position + 4]),
+                }
+            )
     return {
         "dtype": str(target.dtype).removeprefix("torch."),
         "prompts": len(plain),
@@ -60,10 +68,17 @@ def choice_gap(target: Target, left: Completion, right: Completion, position: in
     if position >= min(len(left.tokens), len(right.tokens)):
         return float("inf")
     text = torch.tensor(left.prompt + left.tokens[:position], device=target.device)
-    state_TD = target.forward(text, torch.arange(len(text), device=target.device), PackedContext([0, len(text)]))
+    state_TD = target.forward(
+        text, torch.arange(len(text), device=target.device), PackedContext([0, len(text)])
+    )
     logits_V = target.logits(state_TD[-1]).float()
     # The choice must also be (nearly) the best: two equal but poor tokens are no tie.
-    return float(max(logits_V.max() - logits_V[left.tokens[position]], logits_V.max() - logits_V[right.tokens[position]]))
+    return float(
+        max(
+            logits_V.max() - logits_V[left.tokens[position]],
+            logits_V.max() - logits_V[right.tokens[position]],
+        )
+    )
 
 
 def transformers_greedy(target: Target, completion: Completion, reference: Any) -> tuple[int, ...]:
@@ -73,5 +88,10 @@ def transformers_greedy(target: Target, completion: Completion, reference: Any) 
     stands in their prompts.
     """
     prompt = torch.tensor([completion.prompt], device=target.device)
-    out = reference.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=len(completion.tokens))
+    out = reference.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        max_new_tokens=len(completion.tokens),
+    )
     return tuple(out[0, len(completion.prompt) :].tolist())

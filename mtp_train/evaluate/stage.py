@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
@@ -63,45 +63,82 @@ class PromptSet:
     answers: tuple[Answer, ...] = ()
 
 
-def prompt_set(name: str, answers: Sequence[Answer], stop: frozenset[int], max_new_tokens: int) -> PromptSet:
+def prompt_set(
+    name: str, answers: Sequence[Answer], stop: frozenset[int], max_new_tokens: int
+) -> PromptSet:
     """A set whose prompts are those of regenerated answers."""
-    requests = tuple(Request(answer.key, answer.prompt_ids, max_new_tokens, stop) for answer in answers)
-    return PromptSet(name, requests, {answer.key: answer.category for answer in answers}, tuple(answers))
+    requests = tuple(
+        Request(answer.key, answer.prompt_ids, max_new_tokens, stop) for answer in answers
+    )
+    return PromptSet(
+        name, requests, {answer.key: answer.category for answer in answers}, tuple(answers)
+    )
 
 
-def measure_acceptance(target: Target, head: torch.nn.Module, sets: Sequence[PromptSet], config: EvaluateConfig, engine_config: EngineConfig) -> tuple[dict[str, Any], list[Completion]]:
+def measure_acceptance(
+    target: Target,
+    head: torch.nn.Module,
+    sets: Sequence[PromptSet],
+    config: EvaluateConfig,
+    engine_config: EngineConfig,
+) -> tuple[dict[str, Any], list[Completion]]:
     """Acceptance per set, greedy and sampled; and the first set's greedy completions."""
-    engine = Engine(target, ChainProposer(target, copy.deepcopy(head), config.drafts), engine_config)
+    engine = Engine(
+        target, ChainProposer(target, copy.deepcopy(head), config.drafts), engine_config
+    )
     figures: dict[str, Any] = {}
     first: list[Completion] = []
     for prompts in sets:
         figures[prompts.name] = {}
         for mode, temperature in (("greedy", 0.0), ("sampled", config.temperature)):
-            done = _run(engine, prompts.requests, Sampling(temperature, config.seed), f"evaluate {prompts.name} {mode}")
-            figures[prompts.name][mode] = acceptance(done, prompts.categories, temperature, config.drafts)
+            done = _run(
+                engine,
+                prompts.requests,
+                Sampling(temperature, config.seed),
+                f"evaluate {prompts.name} {mode}",
+            )
+            figures[prompts.name][mode] = acceptance(
+                done, prompts.categories, temperature, config.drafts
+            )
             first = first or done
     return figures, first
 
 
-def measure_lossless(target: Target, head: torch.nn.Module, sets: Sequence[PromptSet], config: EvaluateConfig, engine_config: EngineConfig) -> dict[str, Any]:
+def measure_lossless(
+    target: Target,
+    head: torch.nn.Module,
+    sets: Sequence[PromptSet],
+    config: EvaluateConfig,
+    engine_config: EngineConfig,
+) -> dict[str, Any]:
     """Greedy speculative against plain decoding, and plain decoding against transformers' generate.
 
     `target` should be in float32: bfloat16 has ties at every step.
     """
-    requests = [request for prompts in sets for request in prompts.requests[: config.lossless_prompts]]
+    requests = [
+        request for prompts in sets for request in prompts.requests[: config.lossless_prompts]
+    ]
     plain = _run(Engine(target, None, engine_config), requests, Sampling(), "lossless plain")
     proposer = ChainProposer(target, copy.deepcopy(head), config.drafts)
-    speculative = _run(Engine(target, proposer, engine_config), requests, Sampling(), "lossless speculative")
+    speculative = _run(
+        Engine(target, proposer, engine_config), requests, Sampling(), "lossless speculative"
+    )
     result = compare(target, plain, speculative)
     if config.reference_prompts and target.path is not None:
-        reference = AutoModelForCausalLM.from_pretrained(target.path, dtype=target.dtype).to(target.device)
+        loaded = AutoModelForCausalLM.from_pretrained(target.path, dtype=target.dtype)
+        reference = cast(torch.nn.Module, loaded).to(target.device)
         some = spread(plain, config.reference_prompts)
-        theirs = [replace(completion, tokens=transformers_greedy(target, completion, reference)) for completion in some]
+        theirs = [
+            replace(completion, tokens=transformers_greedy(target, completion, reference))
+            for completion in some
+        ]
         result["transformers"] = compare(target, some, theirs)
     return result
 
 
-def measure_speed(target: Target, head: torch.nn.Module, requests: Sequence[Request], config: EvaluateConfig) -> dict[str, Any]:
+def measure_speed(
+    target: Target, head: torch.nn.Module, requests: Sequence[Request], config: EvaluateConfig
+) -> dict[str, Any]:
     """Plain and speculative decoding of the same prompts, one at a time, in turn; k = 1 .. drafts."""
     small = EngineConfig(max_batch=1, cache_rows=8192)
     engines = {0: Engine(target, None, small)}
@@ -118,19 +155,33 @@ def measure_speed(target: Target, head: torch.nn.Module, requests: Sequence[Requ
                 stats[drafts].append(engine.stats)
                 bar.update()
     plain = _speed(stats[0])
-    speculative = {str(drafts): _speed(stats[drafts]) | {"tau": _tau(done[drafts])} for drafts in engines if drafts}
+    speculative = {
+        str(drafts): _speed(stats[drafts]) | {"tau": _tau(done[drafts])}
+        for drafts in engines
+        if drafts
+    }
     for row in speculative.values():
         row["ratio"] = row["tokens_per_s"] / plain["tokens_per_s"]
     return {"batch": 1, "prompts": len(requests), "plain": plain, "speculative": speculative}
 
 
-def make_examples(tokenizer: PreTrainedTokenizerBase, prompts: PromptSet, completions: Sequence[Completion], count: int) -> list[dict[str, Any]]:
+def make_examples(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: PromptSet,
+    completions: Sequence[Completion],
+    count: int,
+) -> list[dict[str, Any]]:
     """Outputs with each token's origin, evenly over the set."""
     messages = {answer.key: answer.messages for answer in prompts.answers}
-    return [example(tokenizer, done, messages[done.key][-1]["content"], prompts.categories[done.key]) for done in spread(completions, count)]
+    return [
+        example(tokenizer, done, messages[done.key][-1]["content"], prompts.categories[done.key])
+        for done in spread(completions, count)
+    ]
 
 
-def validation_figures(target: Target, head: torch.nn.Module, prompts: PromptSet, training: dict[str, float]) -> dict[str, dict[str, float]]:
+def validation_figures(
+    target: Target, head: torch.nn.Module, prompts: PromptSet, training: dict[str, float]
+) -> dict[str, dict[str, float]]:
     """The first draft's validation figures through the engine, beside the trainer's own."""
     served = copy.deepcopy(head).to(target.dtype).eval()
     ours = engine_validation(target, served, prompts.answers)
@@ -143,7 +194,9 @@ def spread(items: Sequence[T], count: int) -> list[T]:
     return [items[index * len(items) // count] for index in range(count)]
 
 
-def _run(engine: Engine, requests: Sequence[Request], sampling: Sampling, what: str) -> list[Completion]:
+def _run(
+    engine: Engine, requests: Sequence[Request], sampling: Sampling, what: str
+) -> list[Completion]:
     with progress(len(requests), what, "prompt") as bar:
         return engine.generate(requests, sampling, on_finish=lambda _: bar.update())
 
@@ -152,7 +205,13 @@ def _speed(stats: Sequence[RunStats]) -> dict[str, Any]:
     wall, tokens = sum(item.wall for item in stats), sum(item.tokens for item in stats)
     parts = sorted({part for item in stats for part in item.seconds})
     seconds = {part: sum(item.seconds.get(part, 0.0) for item in stats) for part in parts}
-    return {"tokens_per_s": tokens / wall, "wall": wall, "tokens": tokens, "steps": sum(item.steps for item in stats), "seconds": seconds}
+    return {
+        "tokens_per_s": tokens / wall,
+        "wall": wall,
+        "tokens": tokens,
+        "steps": sum(item.steps for item in stats),
+        "seconds": seconds,
+    }
 
 
 def _tau(completions: Sequence[Completion]) -> float:

@@ -19,7 +19,9 @@ PAGE = 16
 
 
 @torch.inference_mode()
-def engine_validation(target: Target, head: torch.nn.Module, answers: Sequence[Answer]) -> dict[str, float]:
+def engine_validation(
+    target: Target, head: torch.nn.Module, answers: Sequence[Answer]
+) -> dict[str, float]:
     """Mean KL, alpha and agreement of the first draft over the answers' tokens, as `train` names them."""
     totals = torch.zeros(3, dtype=torch.float64)
     count = 0
@@ -40,7 +42,15 @@ def _first_draft(target: Target, head: torch.nn.Module, answer: Answer) -> Tenso
     token_L = torch.tensor(answer.prompt_ids + answer.output_ids, device=target.device)
     rows = len(token_L)
     pages = [list(range(-(-rows // PAGE)))]
-    cache = PagedKV(target.layers + 1, len(pages[0]), PAGE, target.kv_heads, target.head_width, dtype=target.dtype, device=target.device)
+    cache = PagedKV(
+        target.layers + 1,
+        len(pages[0]),
+        PAGE,
+        target.kv_heads,
+        target.head_width,
+        dtype=target.dtype,
+        device=target.device,
+    )
     plan = plan_batch(pages, [0], [rows], PAGE, target.device)
     context = PagedContext.of(cache, plan)
     state_LD = target.forward(token_L, plan.positions, context)

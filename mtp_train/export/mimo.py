@@ -84,12 +84,20 @@ def import_tensors(tensors: dict[str, Tensor], head: MtpHead) -> None:
     _require_names(set(tensors), set(wanted), optional=set(zero_biases))
     for theirs in set(zero_biases) - set(wanted):
         if theirs in tensors and bool(tensors[theirs].any()):
-            raise UserError("a bias must be zero for a target without biases", theirs, "import it for another target")
+            raise UserError(
+                "a bias must be zero for a target without biases",
+                theirs,
+                "import it for another target",
+            )
     loaded = {mine: tensors[theirs].float() for theirs, mine in wanted.items()}
     loaded["eh_proj.weight"] = swap_halves(loaded["eh_proj.weight"])
     for name, tensor in loaded.items():
         if tensor.shape != ours[name].shape:
-            raise UserError("a tensor must have the target's dimensions", f"{name} {tuple(tensor.shape)} for {tuple(ours[name].shape)}", "use the head's own target")
+            raise UserError(
+                "a tensor must have the target's dimensions",
+                f"{name} {tuple(tensor.shape)} for {tuple(ours[name].shape)}",
+                "use the head's own target",
+            )
     head.load_state_dict(loaded)
 
 
@@ -115,7 +123,11 @@ def require_block(state: dict[str, Tensor]) -> None:
     extra = block - allowed
     missing = {*BLOCK, "input_layernorm.weight", "post_attention_layernorm.weight"} - block
     if extra or missing:
-        raise UserError("the MiMo-MTP layout holds a Llama-type block", f"extra {sorted(extra)}, missing {sorted(missing)}", "export to the target's own layout")
+        raise UserError(
+            "the MiMo-MTP layout holds a Llama-type block",
+            f"extra {sorted(extra)}, missing {sorted(missing)}",
+            "export to the target's own layout",
+        )
 
 
 def swap_halves(weight: Tensor) -> Tensor:
@@ -126,4 +138,8 @@ def swap_halves(weight: Tensor) -> Tensor:
 def _require_names(found: set[str], wanted: set[str], optional: set[str]) -> None:
     missing, extra = wanted - found, found - wanted - optional
     if missing or extra:
-        raise UserError("a head folder must hold the layout's tensors and nothing else", f"missing {sorted(missing)}, extra {sorted(extra)}", "export the head again")
+        raise UserError(
+            "a head folder must hold the layout's tensors and nothing else",
+            f"missing {sorted(missing)}, extra {sorted(extra)}",
+            "export the head again",
+        )

@@ -24,7 +24,12 @@ from mtp_train.heads.mtp import MtpHead
 from mtp_train.models.target import Target
 
 FORMATS = ("mimo_mtp",)
-FORBIDDEN = ("eagle-", "eagle3", "dflash", "dspark")  # vLLM reads the method from these in the head's path
+FORBIDDEN = (
+    "eagle-",
+    "eagle3",
+    "dflash",
+    "dspark",
+)  # vLLM reads the method from these in the head's path
 TENSORS = "model.safetensors"
 CHECK_ROWS = 24
 CHECK_STEPS = 3
@@ -43,10 +48,16 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
-            raise UserError("export.format must be one of " + ", ".join(FORMATS), self.format, "choose one of them")
+            raise UserError(
+                "export.format must be one of " + ", ".join(FORMATS),
+                self.format,
+                "choose one of them",
+            )
 
 
-def export_head(head: MtpHead, target: Target, config: ExportConfig, out: Path, figures: dict[str, Any]) -> dict[str, float]:
+def export_head(
+    head: MtpHead, target: Target, config: ExportConfig, out: Path, figures: dict[str, Any]
+) -> dict[str, float]:
     """Write `head` for serving to folder `out`; returns the reload check's largest differences.
 
     figures: what the model card shows of the evaluation.
@@ -55,7 +66,9 @@ def export_head(head: MtpHead, target: Target, config: ExportConfig, out: Path, 
     temporary = out.with_name(f".{out.name}.part")
     shutil.rmtree(temporary, ignore_errors=True)
     require_writable(temporary)
-    save_file(mimo.export_tensors(head, target.dtype), temporary / TENSORS, metadata={"format": "pt"})
+    save_file(
+        mimo.export_tensors(head, target.dtype), temporary / TENSORS, metadata={"format": "pt"}
+    )
     write_json(temporary / "config.json", mimo.config(target))
     write_text(temporary / "README.md", model_card(target, config, figures))
     check = reload_check(head, target, temporary)
@@ -67,7 +80,11 @@ def export_head(head: MtpHead, target: Target, config: ExportConfig, out: Path, 
 def import_head(folder: Path, target: Target) -> MtpHead:
     """A head in the MiMo-MTP layout, as a head of ours for `target`."""
     if read_json(folder / "config.json").get("architectures") != ["MiMoForCausalLM"]:
-        raise UserError("a head to import must be in a known layout (MiMoForCausalLM)", folder, "see `mtp-train export` for the formats")
+        raise UserError(
+            "a head to import must be in a known layout (MiMoForCausalLM)",
+            folder,
+            "see `mtp-train export` for the formats",
+        )
     head = MtpHead(target)
     mimo.import_tensors(load_file(folder / TENSORS), head)
     return head.to(target.device)
@@ -83,12 +100,22 @@ def reload_check(head: MtpHead, target: Target, folder: Path) -> dict[str, float
     theirs = import_head(folder, target)
     differences: dict[str, float] = {}
     for position in CHECK_POSITIONS:
-        pairs = zip(_chain_logits(ours, target, position), _chain_logits(theirs, target, position), strict=True)
+        pairs = zip(
+            _chain_logits(ours, target, position),
+            _chain_logits(theirs, target, position),
+            strict=True,
+        )
         for step, (mine, exported) in enumerate(pairs, start=1):
-            differences[f"position {position}, draft step {step}"] = float((mine - exported).abs().max())
+            differences[f"position {position}, draft step {step}"] = float(
+                (mine - exported).abs().max()
+            )
     worst = max(differences.values())
     if worst > 0:
-        raise UserError("an exported head's logits must be the head's own", f"largest difference {worst:.3g}", "report this: the layout's mapping is wrong")
+        raise UserError(
+            "an exported head's logits must be the head's own",
+            f"largest difference {worst:.3g}",
+            "report this: the layout's mapping is wrong",
+        )
     return differences
 
 
@@ -98,7 +125,9 @@ def _chain_logits(head: MtpHead, target: Target, position: int) -> list[Tensor]:
     served = head.to(target.dtype)
     generator = torch.Generator().manual_seed(0)
     token_T = torch.randint(target.vocab_size, (CHECK_ROWS,), generator=generator).to(target.device)
-    state_TD = torch.randn(CHECK_ROWS, target.hidden_size, generator=generator).to(target.device, target.dtype)
+    state_TD = torch.randn(CHECK_ROWS, target.hidden_size, generator=generator).to(
+        target.device, target.dtype
+    )
     aligned = rollout(token_T, torch.ones_like(token_T), [0, CHECK_ROWS], CHECK_STEPS)
     context = RolloutContext([0, CHECK_ROWS])
     logits = []
@@ -111,7 +140,13 @@ def _chain_logits(head: MtpHead, target: Target, position: int) -> list[Tensor]:
 def _require_servable(out: Path) -> None:
     found = [word for word in FORBIDDEN if word in str(out.resolve()).lower()]
     if found:
-        raise UserError("the export's path must not contain " + ", ".join(FORBIDDEN) + " (vLLM would override the method)", out, "use another run folder")
+        raise UserError(
+            "the export's path must not contain "
+            + ", ".join(FORBIDDEN)
+            + " (vLLM would override the method)",
+            out,
+            "use another run folder",
+        )
 
 
 def model_card(target: Target, config: ExportConfig, figures: dict[str, Any]) -> str:
@@ -121,14 +156,16 @@ def model_card(target: Target, config: ExportConfig, figures: dict[str, Any]) ->
     if greedy:
         positions = " / ".join(f"{value:.3f}" for value in greedy["per_position"])
         measured = (
-            f"Measured in mtp_train's engine, greedy, k = {len(greedy['per_position'])}, {greedy['prompts']} held-out prompts: "
+            f"Measured in mtp_train's engine, greedy, k = {len(greedy['per_position'])}, "
+            f"{greedy['prompts']} held-out prompts: "
             f"tau {greedy['tau']:.3f}, acceptance per position {positions}."
         )
     name = target.path.name if target.path else "the target"
     libraries = ", ".join(f"{key} {value}" for key, value in versions().items())
     return f"""# Draft head for {name}
 
-An MTP head ({config.format} layout) that drafts for the target with weights hash `{target.hash}`. Use it with no other target.
+An MTP head ({config.format} layout) that drafts for the target with weights hash `{target.hash}`.
+Use it with no other target.
 
 {measured}
 
@@ -145,7 +182,8 @@ LLM(model=TARGET, hf_overrides={{"num_nextn_predict_layers": 1}},
 
 ```
 python -m sglang.launch_server --model-path TARGET --speculative-algorithm EAGLE \\
-    --speculative-draft-model-path HEAD --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4
+    --speculative-draft-model-path HEAD --speculative-num-steps 3 \\
+    --speculative-eagle-topk 1 --speculative-num-draft-tokens 4
 ```
 
 Written by {libraries}. The licence is that of the target's weights and of your training data.

@@ -63,10 +63,14 @@ class MtpHead(nn.Module):
         self.rotary = type(target.base.rotary_emb)(config)
         self.float()
 
-    def forward(self, embedding_TD: Tensor, state_TD: Tensor, position_T: Tensor, context: AttentionContext) -> Tensor:
+    def forward(
+        self, embedding_TD: Tensor, state_TD: Tensor, position_T: Tensor, context: AttentionContext
+    ) -> Tensor:
         """States [T, D] that predict the target's next ones, for rows (x[p+1], H[p], p)."""
         embedding = embedding_TD * (position_T != 0).unsqueeze(-1)
-        rows = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(state_TD)], dim=-1)).unsqueeze(0)
+        rows = self.eh_proj(
+            torch.cat([self.enorm(embedding), self.hnorm(state_TD)], dim=-1)
+        ).unsqueeze(0)
         position = position_T.unsqueeze(0)
         out = self.block(
             rows,
@@ -81,7 +85,9 @@ class MtpHead(nn.Module):
 def build(target: Target, config: MtpConfig, seed: int = 0) -> MtpHead:
     """A fresh head for `target`, in float32 on its device."""
     if config.init not in INITS:
-        raise UserError("head.init must be one of " + ", ".join(INITS), config.init, "choose one of them")
+        raise UserError(
+            "head.init must be one of " + ", ".join(INITS), config.init, "choose one of them"
+        )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         head = MtpHead(target)
@@ -99,8 +105,12 @@ def _from_last_layer(head: MtpHead, target: Target, config: MtpConfig) -> None:
     H = x / rms(x) * w is the final norm's output, but the block expects the residual x. `hnorm` computes
     H / rms(H) * v: with v = r / w it points along x, and r = typical rms(x) * rms(H) gives it x's length.
     """
-    head.block.load_state_dict({name: value.float() for name, value in target.base.layers[-1].state_dict().items()})
-    head.final_norm.load_state_dict({name: value.float() for name, value in target.base.norm.state_dict().items()})
+    head.block.load_state_dict(
+        {name: value.float() for name, value in target.base.layers[-1].state_dict().items()}
+    )
+    head.final_norm.load_state_dict(
+        {name: value.float() for name, value in target.base.norm.state_dict().items()}
+    )
     width = target.hidden_size
     head.eh_proj.weight[:, :width] = torch.randn(width, width) * config.embedding_noise / width**0.5
     head.eh_proj.weight[:, width:] = torch.eye(width)
@@ -112,12 +122,18 @@ def _residual_scale(target: Target) -> Tensor:
     seen: dict[str, Tensor] = {}
     hook = target.base.norm.register_forward_pre_hook(lambda _, inputs: seen.update(x=inputs[0]))
     rows = min(64, target.max_positions)
-    token_T = torch.randint(target.vocab_size, (rows,), generator=torch.Generator().manual_seed(0)).to(target.device)
+    token_T = torch.randint(
+        target.vocab_size, (rows,), generator=torch.Generator().manual_seed(0)
+    ).to(target.device)
     try:
-        state_TD = target.forward(token_T, torch.arange(rows, device=target.device), PackedContext([0, rows]))
+        state_TD = target.forward(
+            token_T, torch.arange(rows, device=target.device), PackedContext([0, rows])
+        )
     finally:
         hook.remove()
-    before, after = (value.float().square().mean(-1).sqrt().flatten() for value in (seen["x"], state_TD))
+    before, after = (
+        value.float().square().mean(-1).sqrt().flatten() for value in (seen["x"], state_TD)
+    )
     return (before * after)[rows // 4 :].median()  # the first rows' residuals are outliers
 
 
@@ -138,4 +154,12 @@ def _block_class(target: Target) -> Any:
 
 
 def _norm_epsilon(norm: nn.Module) -> float:
-    return float(getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", 1e-6))
+    """The epsilon of a target's norm, under either name that transformers gives it."""
+    names = [name for name in ("variance_epsilon", "eps") if hasattr(norm, name)]
+    if not names:
+        raise UserError(
+            "a target's norm must say its epsilon",
+            type(norm).__name__,
+            "choose another architecture",
+        )
+    return float(getattr(norm, names[0]))

@@ -22,11 +22,20 @@ class DistillOutput:
     """One value per draft step and goal."""
 
     kl_SN: Tensor  # carries the gradient to the student's states
-    alpha_SN: Tensor  # sum_x min(p, q), the chance of acceptance under sampling; zeros unless measured
+    alpha_SN: (
+        Tensor  # sum_x min(p, q), the chance of acceptance under sampling; zeros unless measured
+    )
     agree_SN: Tensor  # bool: head and target choose the same token
 
 
-def distill(student_SND: Tensor, teacher_ND: Tensor, head_VD: Tensor, *, measure: bool = False, chunk: int = CHUNK) -> DistillOutput:
+def distill(
+    student_SND: Tensor,
+    teacher_ND: Tensor,
+    head_VD: Tensor,
+    *,
+    measure: bool = False,
+    chunk: int = CHUNK,
+) -> DistillOutput:
     """KL(p || q) from the target's distribution p to the head's q, at every step and goal.
 
     Args:
@@ -40,7 +49,9 @@ def distill(student_SND: Tensor, teacher_ND: Tensor, head_VD: Tensor, *, measure
 
 class _Distill(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, student: Tensor, teacher: Tensor, head: Tensor, measure: bool, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, student: Tensor, teacher: Tensor, head: Tensor, measure: bool, chunk: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         steps, goals, _ = student.shape
         work = _Buffers(min(chunk, max(goals, 1)), head)
         kl = torch.zeros(steps, goals, dtype=work.p.dtype, device=student.device)
@@ -61,7 +72,7 @@ class _Distill(torch.autograd.Function):
         return kl, alpha, agree
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
         return gradient * upstream[0].unsqueeze(-1).to(gradient.dtype), None, None, None, None
 
@@ -75,8 +86,12 @@ class _Buffers:
         self.head = head_VD
         size = (chunk, head_VD.shape[0])
         wide = torch.promote_types(head_VD.dtype, torch.float32)
-        self.projected = torch.empty(size, dtype=head_VD.dtype, device=head_VD.device)  # logits, later their gradient
-        self.logits, self.p, self.q, self.product = (torch.empty(size, dtype=wide, device=head_VD.device) for _ in range(4))
+        self.projected = torch.empty(
+            size, dtype=head_VD.dtype, device=head_VD.device
+        )  # logits, later their gradient
+        self.logits, self.p, self.q, self.product = (
+            torch.empty(size, dtype=wide, device=head_VD.device) for _ in range(4)
+        )
 
     def teach(self, state_CD: Tensor) -> None:
         """Take in a chunk of goals: the target's distribution, its negative entropy and its choice."""
@@ -94,7 +109,9 @@ class _Buffers:
 
     def alpha(self) -> Tensor:
         """sum_x min(p, q) of the last term [C]."""
-        return torch.minimum(self.p[: self.rows], self.q[: self.rows], out=self.product[: self.rows]).sum(-1)
+        return torch.minimum(
+            self.p[: self.rows], self.q[: self.rows], out=self.product[: self.rows]
+        ).sum(-1)
 
     def gradient(self) -> Tensor:
         """Gradient of the last term by the student's states [C, D]: q - p, projected back."""

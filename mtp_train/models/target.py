@@ -10,11 +10,17 @@ from __future__ import annotations
 import copy
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 from mtp_train.attention import interface
 from mtp_train.core.errors import UserError
@@ -34,15 +40,24 @@ class Target:
     def __init__(self, model: nn.Module, path: Path | None = None) -> None:
         self.model = model.eval().requires_grad_(False)
         self.path = path
-        self.config: PreTrainedConfig = model.config  # type: ignore[assignment]
-        self.base: Any = model.base_model  # type: ignore[union-attr]
+        self.config: PreTrainedConfig = cast(Any, model).config
+        self.base: Any = cast(Any, model).base_model
         if not hasattr(self.base, "layers") or not hasattr(self.base, "rotary_emb"):
             raise UserError(
-                "a target must be a decoder with `layers` and `rotary_emb`", type(model).__name__, "choose another architecture"
+                "a target must be a decoder with `layers` and `rotary_emb`",
+                type(model).__name__,
+                "choose another architecture",
             )
 
     @classmethod
-    def load(cls, path: str | Path, dtype: str = "bfloat16", *, device: str = "cpu", trust_remote_code: bool = False) -> Target:
+    def load(
+        cls,
+        path: str | Path,
+        dtype: str = "bfloat16",
+        *,
+        device: str = "cpu",
+        trust_remote_code: bool = False,
+    ) -> Target:
         """Load from a local folder of safetensors.
 
         Args:
@@ -52,24 +67,38 @@ class Target:
         name = interface.register()
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         model = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=require_dtype(dtype), attn_implementation=name, use_safetensors=True, trust_remote_code=trust_remote_code
+            folder,
+            config=config,
+            dtype=require_dtype(dtype),
+            attn_implementation=name,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
         )
-        return cls(model.to(device), folder)
+        return cls(cast(nn.Module, model).to(device), folder)
 
     @classmethod
-    def from_config(cls, config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Target:
+    def from_config(
+        cls, config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32
+    ) -> Target:
         """A randomly initialised target: toy models for exact arithmetic."""
         config = copy.deepcopy(config)
         config._attn_implementation = interface.register()
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=config._attn_implementation)
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=config._attn_implementation
+            )
         return cls(model)
 
-    def forward(self, tokens_T: Tensor, positions_T: Tensor, context: interface.AttentionContext) -> Tensor:
+    def forward(
+        self, tokens_T: Tensor, positions_T: Tensor, context: interface.AttentionContext
+    ) -> Tensor:
         """Post-final-norm states [T, D] of one ragged batch."""
         out = self.base(
-            input_ids=tokens_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), use_cache=False, attention_context=context
+            input_ids=tokens_T.unsqueeze(0),
+            position_ids=positions_T.unsqueeze(0),
+            use_cache=False,
+            attention_context=context,
         )
         return out.last_hidden_state.squeeze(0)
 
@@ -82,8 +111,9 @@ class Target:
         return self.base.get_input_embeddings()(tokens)
 
     @property
-    def lm_head(self) -> nn.Module:
-        return self.model.get_output_embeddings()  # type: ignore[operator]
+    def lm_head(self) -> nn.Linear:
+        head: nn.Linear = cast(Any, self.model).get_output_embeddings()
+        return head
 
     @property
     def hidden_size(self) -> int:
@@ -91,7 +121,7 @@ class Target:
 
     @property
     def vocab_size(self) -> int:
-        return int(self.lm_head.weight.shape[0])  # type: ignore[union-attr, arg-type]
+        return int(self.lm_head.weight.shape[0])
 
     @property
     def layers(self) -> int:
@@ -99,11 +129,16 @@ class Target:
 
     @property
     def kv_heads(self) -> int:
-        return int(getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads)
+        return int(
+            getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
+        )
 
     @property
     def head_width(self) -> int:
-        return int(getattr(self.config, "head_dim", None) or self.hidden_size // self.config.num_attention_heads)
+        return int(
+            getattr(self.config, "head_dim", None)
+            or self.hidden_size // self.config.num_attention_heads
+        )
 
     @property
     def max_positions(self) -> int:
@@ -134,16 +169,28 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise UserError("a target folder must hold its tokenizer", f"{folder}: {error}", "copy the tokenizer files into it") from error
+        raise UserError(
+            "a target folder must hold its tokenizer",
+            f"{folder}: {error}",
+            "copy the tokenizer files into it",
+        ) from error
 
 
 def require_model_folder(path: str | Path) -> Path:
     """The folder, if it holds a config and safetensors; else a `UserError` that says what is missing."""
     folder = Path(path)
     if not (folder / "config.json").is_file():
-        raise UserError("target.path must be a model folder with config.json", folder, "download the target there or name another folder")
+        raise UserError(
+            "target.path must be a model folder with config.json",
+            folder,
+            "download the target there or name another folder",
+        )
     if not any(folder.glob("*.safetensors")):
-        raise UserError("a target's weights must be safetensors", f"{folder} without any", "convert the checkpoint to safetensors")
+        raise UserError(
+            "a target's weights must be safetensors",
+            f"{folder} without any",
+            "convert the checkpoint to safetensors",
+        )
     return folder
 
 

@@ -17,7 +17,9 @@ from mtp_train.core.errors import UserError
 from mtp_train.models.target import Target
 
 PAGE = 16
-TIE_ULPS = 4  # choices whose logits differ by less than this many units of the dtype's precision are a tie
+TIE_ULPS = (
+    4  # choices whose logits differ by less than this many units of the dtype's precision are a tie
+)
 
 
 @dataclass
@@ -42,15 +44,23 @@ def check_rows(hidden_TD: Tensor, keys: list[str], offsets: list[int]) -> None:
         )
 
 
-def check_choices(target: Target, key: str, token_T: Tensor, hidden_TD: Tensor, result: GateResult) -> None:
+def check_choices(
+    target: Target, key: str, token_T: Tensor, hidden_TD: Tensor, result: GateResult
+) -> None:
     """Compare one stored sequence with the engine's own choices; adds to `result`."""
     engine_TV = target.logits(paged_states(target, token_T))
     start = len(token_T) - len(engine_TV)
     stored_TV = target.logits(hidden_TD[start:].to(target.dtype))
     chosen, expected = stored_TV.argmax(-1), engine_TV.argmax(-1)
     differ = chosen != expected
-    gap = (stored_TV.gather(1, chosen[:, None]) - stored_TV.gather(1, expected[:, None])).squeeze(1).float()
-    tolerance = TIE_ULPS * torch.finfo(target.dtype).eps * stored_TV.amax(-1).abs().float().clamp(min=1)
+    gap = (
+        (stored_TV.gather(1, chosen[:, None]) - stored_TV.gather(1, expected[:, None]))
+        .squeeze(1)
+        .float()
+    )
+    tolerance = (
+        TIE_ULPS * torch.finfo(target.dtype).eps * stored_TV.amax(-1).abs().float().clamp(min=1)
+    )
     wrong = differ & (gap > tolerance)
     result.sequences += 1
     result.rows += len(chosen)
@@ -69,9 +79,19 @@ def paged_states(target: Target, token_T: Tensor) -> Tensor:
     rows = len(token_T)
     half = max(rows // 2, 1)
     pages = [list(range(-(-rows // PAGE)))]
-    cache = PagedKV(target.layers, len(pages[0]), PAGE, target.kv_heads, target.head_width, dtype=target.dtype, device=target.device)
+    cache = PagedKV(
+        target.layers,
+        len(pages[0]),
+        PAGE,
+        target.kv_heads,
+        target.head_width,
+        dtype=target.dtype,
+        device=target.device,
+    )
     for start, count in ((0, half), (half, rows - half)):
         if count:
             plan = plan_batch(pages, [start], [count], PAGE, target.device)
-            states = target.forward(token_T[start : start + count], plan.positions, PagedContext(cache, plan))
+            states = target.forward(
+                token_T[start : start + count], plan.positions, PagedContext(cache, plan)
+            )
     return states

@@ -48,7 +48,9 @@ class PrecomputeConfig:
     gate_sequences: int = 2
 
 
-def from_answers(answers: Sequence[Answer], config: PrecomputeConfig, accounting: Accounting) -> list[TokenizedConversation]:
+def from_answers(
+    answers: Sequence[Answer], config: PrecomputeConfig, accounting: Accounting
+) -> list[TokenizedConversation]:
     """The target's answers as sequences: prompt ids masked out, its own ids trained, as they were said."""
     kept = []
     for answer in answers:
@@ -60,11 +62,17 @@ def from_answers(answers: Sequence[Answer], config: PrecomputeConfig, accounting
         mask = (0,) * len(answer.prompt_ids) + (1,) * len(answer.output_ids)
         kept.append(TokenizedConversation(answer.key, tokens, mask, answer.category))
     if not kept:
-        raise UserError("precompute needs at least one sequence", accounting.as_dict(), "raise precompute.max_tokens or add data")
+        raise UserError(
+            "precompute needs at least one sequence",
+            accounting.as_dict(),
+            "raise precompute.max_tokens or add data",
+        )
     return kept
 
 
-def contract_for(target: Target, sequences: Sequence[TokenizedConversation], config: PrecomputeConfig) -> Contract:
+def contract_for(
+    target: Target, sequences: Sequence[TokenizedConversation], config: PrecomputeConfig
+) -> Contract:
     """What the store will say of itself."""
     return Contract(
         target_hash=target.hash,
@@ -72,12 +80,16 @@ def contract_for(target: Target, sequences: Sequence[TokenizedConversation], con
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         dtype=str(target.dtype).removeprefix("torch."),
-        data_digest=digest([[sequence.key, sequence.tokens, sequence.loss_mask] for sequence in sequences]),
+        data_digest=digest(
+            [[sequence.key, sequence.tokens, sequence.loss_mask] for sequence in sequences]
+        ),
         rows_per_shard=config.rows_per_shard,
     )
 
 
-def plan_shards(sequences: Sequence[TokenizedConversation], budget: int) -> list[list[TokenizedConversation]]:
+def plan_shards(
+    sequences: Sequence[TokenizedConversation], budget: int
+) -> list[list[TokenizedConversation]]:
     """Consecutive sequences whose rows fit the budget."""
     return list(fill([(sequence, len(sequence.tokens)) for sequence in sequences], budget))
 
@@ -97,7 +109,14 @@ def fill(sized: Sequence[tuple[T, int]], budget: int) -> Iterator[list[T]]:
 
 
 @torch.inference_mode()
-def precompute(target: Target, sequences: Sequence[TokenizedConversation], config: PrecomputeConfig, out: Path, accounting: Accounting, ranks: Ranks) -> None:
+def precompute(
+    target: Target,
+    sequences: Sequence[TokenizedConversation],
+    config: PrecomputeConfig,
+    out: Path,
+    accounting: Accounting,
+    ranks: Ranks,
+) -> None:
     """Write the store of `sequences` to `out`; each rank makes its share of the shards."""
     contract = contract_for(target, sequences, config)
     if ranks.main:
@@ -105,13 +124,24 @@ def precompute(target: Target, sequences: Sequence[TokenizedConversation], confi
     ranks.wait()
     shards = plan_shards(sequences, config.rows_per_shard)
     todo = [index for index in range(len(shards)) if not (out / shard_name(index)).is_file()]
-    done = sum(len(sequence.tokens) for index, shard in enumerate(shards) if index not in set(todo) for sequence in shard)
+    done = sum(
+        len(sequence.tokens)
+        for index, shard in enumerate(shards)
+        if index not in set(todo)
+        for sequence in shard
+    )
     total = sum(len(sequence.tokens) for sequence in sequences)
     gate = GateResult()
     with progress(total, f"precompute {out.name}", "token", initial=done, shown=ranks.main) as bar:
         for index in ranks.mine(todo):
-            hidden = torch.cat([_states(target, pack) for pack in _packs(shards[index], config.rows_per_forward)])
-            check_rows(hidden, [sequence.key for sequence in shards[index]], [0, *accumulate(len(s.tokens) for s in shards[index])])
+            hidden = torch.cat(
+                [_states(target, pack) for pack in _packs(shards[index], config.rows_per_forward)]
+            )
+            check_rows(
+                hidden,
+                [sequence.key for sequence in shards[index]],
+                [0, *accumulate(len(s.tokens) for s in shards[index])],
+            )
             write_shard(out / shard_name(index), shards[index], hidden)
             bar.update(len(hidden))
     ranks.wait()
@@ -120,7 +150,9 @@ def precompute(target: Target, sequences: Sequence[TokenizedConversation], confi
             _gate_shard(target, out / shard_name(index), shard, config.gate_sequences, gate)
         entries = tuple(describe_shard(out / shard_name(index)) for index in range(len(shards)))
         Manifest(contract, entries, asdict(gate), accounting.as_dict()).save(out)
-        say(f"precompute {out.name}: {total} tokens in {len(shards)} shards; gate: {gate.rows} rows compared, {gate.ties} ties")
+        say(
+            f"precompute {out.name}: {total} tokens, {len(shards)} shards; gate: {gate.rows} rows, {gate.ties} ties"
+        )
     ranks.wait()
 
 
@@ -135,19 +167,27 @@ def _prepare(out: Path, contract: Contract) -> None:
     (out / NAME).unlink(missing_ok=True)
 
 
-def _packs(shard: list[TokenizedConversation], budget: int) -> Iterator[list[TokenizedConversation]]:
+def _packs(
+    shard: list[TokenizedConversation], budget: int
+) -> Iterator[list[TokenizedConversation]]:
     return fill([(sequence, len(sequence.tokens)) for sequence in shard], budget)
 
 
 def _states(target: Target, pack: list[TokenizedConversation]) -> Tensor:
     """One packed prefill: the sequences' states end to end [T, D]."""
     offsets = [0, *accumulate(len(sequence.tokens) for sequence in pack)]
-    tokens = torch.tensor([token for sequence in pack for token in sequence.tokens], device=target.device)
-    positions = torch.cat([torch.arange(len(sequence.tokens), device=target.device) for sequence in pack])
+    tokens = torch.tensor(
+        [token for sequence in pack for token in sequence.tokens], device=target.device
+    )
+    positions = torch.cat(
+        [torch.arange(len(sequence.tokens), device=target.device) for sequence in pack]
+    )
     return target.forward(tokens, positions, PackedContext(offsets)).cpu()
 
 
-def _gate_shard(target: Target, path: Path, shard: list[TokenizedConversation], count: int, result: GateResult) -> None:
+def _gate_shard(
+    target: Target, path: Path, shard: list[TokenizedConversation], count: int, result: GateResult
+) -> None:
     """Read sequences back from the file, spread over the shard, and hold them against the engine."""
     file = open_shard(path)
     offsets = file.get_tensor("offsets").tolist()

@@ -42,7 +42,13 @@ class RegenerateConfig:
     seed: int = 0
 
 
-def regenerate(engine: Engine, tokenizer: PreTrainedTokenizerBase, config: RegenerateConfig, name: str, out: Path) -> Accounting:
+def regenerate(
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    config: RegenerateConfig,
+    name: str,
+    out: Path,
+) -> Accounting:
     """Answer the prompts of set `name` into `out`; returns what became of them."""
     accounting = Accounting()
     conversations = read_conversations(config.prompts[name], accounting)
@@ -54,11 +60,20 @@ def regenerate(engine: Engine, tokenizer: PreTrainedTokenizerBase, config: Regen
     template = ChatTemplate(tokenizer)
     by_key = {conversation.key: conversation for conversation in conversations}
     if len(by_key) != len(conversations):
-        raise UserError("prompt ids must be unique", config.prompts[name], "give every row its own id")
-    requests = [_request(template, conversation, tokenizer, config) for conversation in conversations if conversation.key not in answered]
+        raise UserError(
+            "prompt ids must be unique", config.prompts[name], "give every row its own id"
+        )
+    requests = [
+        _request(template, conversation, tokenizer, config)
+        for conversation in conversations
+        if conversation.key not in answered
+    ]
     if answered:
         say(f"regenerate {name}: {len(answered)} answers found, {len(requests)} to go")
-    with open(journal, "a", encoding="utf-8") as file, progress(len(conversations), f"regenerate {name}", "prompt", initial=len(answered)) as bar:
+    with (
+        open(journal, "a", encoding="utf-8") as file,
+        progress(len(conversations), f"regenerate {name}", "prompt", initial=len(answered)) as bar,
+    ):
 
         def keep(completion: Completion) -> None:
             row = _row(by_key[completion.key], completion)
@@ -81,14 +96,23 @@ def regenerate(engine: Engine, tokenizer: PreTrainedTokenizerBase, config: Regen
     return accounting
 
 
-def _request(template: ChatTemplate, conversation: Conversation, tokenizer: PreTrainedTokenizerBase, config: RegenerateConfig) -> Request:
+def _request(
+    template: ChatTemplate,
+    conversation: Conversation,
+    tokenizer: PreTrainedTokenizerBase,
+    config: RegenerateConfig,
+) -> Request:
     prompt = tuple(template.prompt(conversation.messages))
     return Request(conversation.key, prompt, config.max_new_tokens, stop_tokens(tokenizer))
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Tokens that end an answer."""
-    return frozenset({int(tokenizer.eos_token_id)}) if tokenizer.eos_token_id is not None else frozenset()
+    return (
+        frozenset({int(tokenizer.eos_token_id)})
+        if tokenizer.eos_token_id is not None
+        else frozenset()
+    )
 
 
 def _row(conversation: Conversation, completion: Completion) -> dict[str, Any]:

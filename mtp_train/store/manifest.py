@@ -45,7 +45,11 @@ class Contract:
         for name, value in expected.items():
             found = getattr(self, name)
             if found != value:
-                raise UserError(f"features must have {name} {value}", found, "run precompute again for this target")
+                raise UserError(
+                    f"features must have {name} {value}",
+                    found,
+                    "run precompute again for this target",
+                )
 
 
 @dataclass(frozen=True)
@@ -77,13 +81,23 @@ def load_manifest(folder: Path) -> Manifest:
     """Read a store's manifest; a store without one is unfinished."""
     path = folder / NAME
     if not path.is_file():
-        raise UserError("a feature store must be complete", f"{folder} without {NAME}", "run precompute until it ends")
+        raise UserError(
+            "a feature store must be complete",
+            f"{folder} without {NAME}",
+            "run precompute until it ends",
+        )
     raw = read_json(path)
     if raw.get("format") != FORMAT:
-        raise UserError(f"a store must have format {FORMAT}", raw.get("format"), "run precompute again")
+        raise UserError(
+            f"a store must have format {FORMAT}", raw.get("format"), "run precompute again"
+        )
     missing = {item.name for item in fields(Contract)} - set(raw["contract"])
     if missing:
-        raise UserError("a manifest must say what its features are", f"no {sorted(missing)} in {path}", "run precompute again")
+        raise UserError(
+            "a manifest must say what its features are",
+            f"no {sorted(missing)} in {path}",
+            "run precompute again",
+        )
     return Manifest(
         contract=Contract(**raw["contract"]),
         shards=tuple(ShardEntry(**entry) for entry in raw["shards"]),
@@ -97,5 +111,13 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
     """Compare every shard's size and hash with the manifest."""
     for shard in manifest.shards:
         path = folder / shard.file
-        if not path.is_file() or path.stat().st_size != shard.bytes or file_digest(path) != shard.sha256:
-            raise UserError("a shard must be the file its manifest names", f"{path} missing or changed", "delete the store and run precompute again")
+        if (
+            not path.is_file()
+            or path.stat().st_size != shard.bytes
+            or file_digest(path) != shard.sha256
+        ):
+            raise UserError(
+                "a shard must be the file its manifest names",
+                f"{path} missing or changed",
+                "delete the store and run precompute again",
+            )

@@ -38,18 +38,35 @@ def shard_name(index: int) -> str:
     return f"shard-{index:06d}.safetensors"
 
 
-def write_shard(path: Path, sequences: list[TokenizedConversation], hidden_TD: Tensor) -> ShardEntry:
+def write_shard(
+    path: Path, sequences: list[TokenizedConversation], hidden_TD: Tensor
+) -> ShardEntry:
     """Write one shard atomically. The same input gives the same bytes.
 
     hidden_TD holds the sequences' rows end to end.
     """
-    tokens = torch.tensor([token for sequence in sequences for token in sequence.tokens], dtype=torch.int32)
-    mask = torch.tensor([flag for sequence in sequences for flag in sequence.loss_mask], dtype=torch.uint8)
+    tokens = torch.tensor(
+        [token for sequence in sequences for token in sequence.tokens], dtype=torch.int32
+    )
+    mask = torch.tensor(
+        [flag for sequence in sequences for flag in sequence.loss_mask], dtype=torch.uint8
+    )
     assert len(tokens) == len(hidden_TD), "one state per token"
-    offsets = torch.tensor([0, *accumulate(len(sequence.tokens) for sequence in sequences)], dtype=torch.int64)
+    offsets = torch.tensor(
+        [0, *accumulate(len(sequence.tokens) for sequence in sequences)], dtype=torch.int64
+    )
     keys = json.dumps([sequence.key for sequence in sequences], ensure_ascii=False)
     with atomic_path(path) as temporary:
-        save_file({"hidden": hidden_TD.contiguous(), "tokens": tokens, "loss_mask": mask, "offsets": offsets}, temporary, metadata={"keys": keys})
+        save_file(
+            {
+                "hidden": hidden_TD.contiguous(),
+                "tokens": tokens,
+                "loss_mask": mask,
+                "offsets": offsets,
+            },
+            temporary,
+            metadata={"keys": keys},
+        )
     return describe_shard(path)
 
 
@@ -58,7 +75,9 @@ def describe_shard(path: Path) -> ShardEntry:
     with open_shard(path) as shard:
         mask = shard.get_tensor("loss_mask")
         sequences = shard.get_slice("offsets").get_shape()[0] - 1
-    return ShardEntry(path.name, file_digest(path), path.stat().st_size, sequences, len(mask), int(mask.sum()))
+    return ShardEntry(
+        path.name, file_digest(path), path.stat().st_size, sequences, len(mask), int(mask.sum())
+    )
 
 
 def open_shard(path: Path) -> safe_open:
@@ -66,7 +85,11 @@ def open_shard(path: Path) -> safe_open:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, FileNotFoundError) as error:
-        raise UserError("a shard must be a whole safetensors file", f"{path}: {error}", "delete it and run precompute again") from error
+        raise UserError(
+            "a shard must be a whole safetensors file",
+            f"{path}: {error}",
+            "delete it and run precompute again",
+        ) from error
 
 
 class FeatureStore:
@@ -96,21 +119,30 @@ class FeatureStore:
 
     def lengths(self) -> list[int]:
         """Tokens of every sequence, in order."""
-        return [int(length) for number in range(len(self.manifest.shards)) for length in self._shard(number)[2].diff()]
+        return [
+            int(length)
+            for number in range(len(self.manifest.shards))
+            for length in self._shard(number)[2].diff()
+        ]
 
     def loss_tokens(self) -> list[int]:
         """Tokens with mask 1 of every sequence, in order."""
         counts: list[int] = []
         for number in range(len(self.manifest.shards)):
             shard, _, offsets = self._shard(number)
-            running = torch.cat([torch.zeros(1, dtype=torch.int64), shard.get_tensor("loss_mask").long().cumsum(0)])
+            running = torch.cat(
+                [torch.zeros(1, dtype=torch.int64), shard.get_tensor("loss_mask").long().cumsum(0)]
+            )
             counts += running[offsets].diff().tolist()
         return counts
 
     def token_counts(self, vocabulary: int) -> Tensor:
         """How often each token stands in the store [vocabulary]."""
         shards = (self._shard(number)[0] for number in range(len(self.manifest.shards)))
-        return sum((torch.bincount(shard.get_tensor("tokens"), minlength=vocabulary) for shard in shards), torch.zeros(vocabulary, dtype=torch.int64))
+        return sum(
+            (torch.bincount(shard.get_tensor("tokens"), minlength=vocabulary) for shard in shards),
+            torch.zeros(vocabulary, dtype=torch.int64),
+        )
 
     def _locate(self, index: int) -> tuple[safe_open, list[str], Tensor, int]:
         if not 0 <= index < len(self):

@@ -54,8 +54,12 @@ def read_conversations(path: str | Path, accounting: Accounting) -> list[Convers
         if reason:
             accounting.refuse(reason, f"{path}:{number}")
             continue
-        messages = tuple({"role": message["role"], "content": message["content"]} for message in row["messages"])
-        found.append(Conversation(str(row.get("id", number)), messages, str(row.get("category", "all"))))
+        messages = tuple(
+            {"role": message["role"], "content": message["content"]} for message in row["messages"]
+        )
+        found.append(
+            Conversation(str(row.get("id", number)), messages, str(row.get("category", "all")))
+        )
         accounting.used += 1
     _require_any(found, path, accounting)
     return found
@@ -72,7 +76,9 @@ def read_answers(path: str | Path, accounting: Accounting) -> list[Answer]:
             accounting.refuse("empty answer", f"{path}:{number}")
             continue
         ids = tuple(row["prompt_ids"]), tuple(row["output_ids"])
-        found.append(Answer(row["id"], row["category"], tuple(row["messages"]), *ids, row["finish"]))
+        found.append(
+            Answer(row["id"], row["category"], tuple(row["messages"]), *ids, row["finish"])
+        )
         accounting.used += 1
     _require_any(found, path, accounting)
     return found
@@ -97,4 +103,8 @@ def _fault(row: Any) -> str:
 
 def _require_any(found: list[Any], path: str | Path, accounting: Accounting) -> None:
     if not found:
-        raise UserError("a data file must hold at least one usable row", f"{path}: {accounting.as_dict()}", "see the reasons for the refused rows")
+        raise UserError(
+            "a data file must hold at least one usable row",
+            f"{path}: {accounting.as_dict()}",
+            "see the reasons for the refused rows",
+        )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -35,7 +36,11 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not tokenizer.chat_template:
-            raise UserError("the target's tokenizer must have a chat template", "none", "add chat_template.jinja to the target's folder")
+            raise UserError(
+                "the target's tokenizer must have a chat template",
+                "none",
+                "add chat_template.jinja to the target's folder",
+            )
         self.tokenizer = tokenizer
 
     def prompt(self, messages: Sequence[dict[str, str]]) -> list[int]:
@@ -57,7 +62,9 @@ class ChatTemplate:
             prompt = self.prompt(conversation.messages[:turn])
             whole = self._render(conversation.messages[: turn + 1], generate=False)
             if whole[: len(prompt)] != prompt:
-                return Refusal("the template does not render the reply after its own generation prompt")
+                return Refusal(
+                    "the template does not render the reply after its own generation prompt"
+                )
             if prompt[: len(tokens)] != tokens:
                 records.append(self._record(conversation, tokens, mask, len(records)))
                 tokens, mask = [], []
@@ -68,7 +75,9 @@ class ChatTemplate:
             return Refusal("no assistant turn")
         return [*records, self._record(conversation, tokens, mask, len(records))]
 
-    def _record(self, conversation: Conversation, tokens: list[int], mask: list[int], index: int) -> TokenizedConversation:
+    def _record(
+        self, conversation: Conversation, tokens: list[int], mask: list[int], index: int
+    ) -> TokenizedConversation:
         key = conversation.key if index == 0 else f"{conversation.key}#{index}"
         return TokenizedConversation(key, tuple(tokens), tuple(mask), conversation.category)
 
@@ -78,13 +87,19 @@ class ChatTemplate:
         for count, token in enumerate(reversed(ids)):
             if token == stop:
                 return count
-            if self.tokenizer.decode([token]).strip():
+            if str(self.tokenizer.decode([token])).strip():
                 return 0
         return 0
 
     def _render(self, messages: Sequence[dict[str, str]], generate: bool) -> list[int]:
         try:
-            encoded = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=generate, tokenize=True, return_dict=True)
+            encoded: Any = self.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=generate, tokenize=True, return_dict=True
+            )
         except (TemplateError, TypeError, KeyError) as error:
-            raise UserError("the chat template must render the messages", f"{type(error).__name__}: {error}", "check the roles and contents") from error
+            raise UserError(
+                "the chat template must render the messages",
+                f"{type(error).__name__}: {error}",
+                "check the roles and contents",
+            ) from error
         return list(encoded["input_ids"])

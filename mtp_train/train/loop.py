@@ -18,8 +18,16 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
+
 from mtp_train.batches.pack import epoch_packs, load_pack, ordered_packs
-from mtp_train.checkpoint.heads import TENSORS, HeadCard, find_checkpoints, load_tensors, read_card, save_checkpoint
+from mtp_train.checkpoint.heads import (
+    TENSORS,
+    HeadCard,
+    find_checkpoints,
+    load_tensors,
+    read_card,
+    save_checkpoint,
+)
 from mtp_train.core.errors import UserError
 from mtp_train.core.progress import progress, say
 from mtp_train.core.provenance import read_json
@@ -71,7 +79,14 @@ class TrainConfig:
     checkpoints: int = 4
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "rows", "accumulation", "rollout_steps", "validations", "checkpoints"):
+        for name in (
+            "epochs",
+            "rows",
+            "accumulation",
+            "rollout_steps",
+            "validations",
+            "checkpoints",
+        ):
             if getattr(self, name) < 1:
                 raise UserError(f"train.{name} must be 1 or more", getattr(self, name), "raise it")
 
@@ -84,17 +99,40 @@ class Window:
     goals: int  # of all ranks
 
 
-def train(target: Target, head: MtpHead, features: FeatureStore, held_out: FeatureStore, config: TrainConfig, accelerator: Accelerator, out: Path) -> HeadCard:
+def train(
+    target: Target,
+    head: MtpHead,
+    features: FeatureStore,
+    held_out: FeatureStore,
+    config: TrainConfig,
+    accelerator: Accelerator,
+    out: Path,
+) -> HeadCard:
     """Fit `head`; writes `out/head`, `out/curves.jsonl` and resumable checkpoints, and goes on from the newest one."""
     return _Trainer(target, head, features, held_out, config, accelerator, out).run()
 
 
 class _Trainer:
-    def __init__(self, target: Target, head: MtpHead, features: FeatureStore, held_out: FeatureStore, config: TrainConfig, accelerator: Accelerator, out: Path) -> None:
+    def __init__(
+        self,
+        target: Target,
+        head: MtpHead,
+        features: FeatureStore,
+        held_out: FeatureStore,
+        config: TrainConfig,
+        accelerator: Accelerator,
+        out: Path,
+    ) -> None:
         for store in (features, held_out):
-            store.manifest.contract.require(target_hash=target.hash, state=target.state, hidden_size=target.hidden_size)
+            store.manifest.contract.require(
+                target_hash=target.hash, state=target.state, hidden_size=target.hidden_size
+            )
         if not features.manifest.loss_tokens:
-            raise UserError("training needs tokens with loss", "none in the store", "check the loss masks: no reply is trained")
+            raise UserError(
+                "training needs tokens with loss",
+                "none in the store",
+                "check the loss masks: no reply is trained",
+            )
         self.target, self.head, self.features, self.held_out = target, head, features, held_out
         self.config, self.accelerator, self.out = config, accelerator, out
         self.lengths = features.lengths()
@@ -102,10 +140,16 @@ class _Trainer:
         self.epoch_windows = [self._windows(epoch) for epoch in range(config.epochs)]
         self.total = sum(len(windows) for windows in self.epoch_windows)
         self.step_weight = geometric(config.rollout_steps, config.decay).to(target.device)
-        optimizer = make_optimizer(head, config.learning_rate, (config.beta1, config.beta2), config.weight_decay)
+        optimizer = make_optimizer(
+            head, config.learning_rate, (config.beta1, config.beta2), config.weight_decay
+        )
         vocabulary = self._vocabulary() if config.loss_vocabulary else None
-        self.module, self.optimizer = accelerator.prepare(RolloutModule(head, target, vocabulary), optimizer)
-        self.raw_optimizer: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        self.module, self.optimizer = accelerator.prepare(
+            RolloutModule(head, target, vocabulary), optimizer
+        )
+        self.raw_optimizer: torch.optim.Optimizer = getattr(
+            self.optimizer, "optimizer", self.optimizer
+        )
         self.step = 0
         self.curves: list[dict[str, Any]] = []
 
@@ -119,12 +163,22 @@ class _Trainer:
         save_at = _marks(self.total, self.config.checkpoints)
         if self.step == 0:
             self._validate()
-        with progress(self.total, "train", "step", initial=self.step, shown=self.accelerator.is_main_process) as bar:
+        with progress(
+            self.total, "train", "step", initial=self.step, shown=self.accelerator.is_main_process
+        ) as bar:
             for window in self._remaining():
                 started = time.perf_counter()
                 loss, norm, rate = self._optimize(window)
                 self.step += 1
-                self._log({"step": self.step, "loss": loss, "gradient_norm": norm, "learning_rate": rate, "seconds": time.perf_counter() - started})
+                self._log(
+                    {
+                        "step": self.step,
+                        "loss": loss,
+                        "gradient_norm": norm,
+                        "learning_rate": rate,
+                        "seconds": time.perf_counter() - started,
+                    }
+                )
                 bar.update()
                 bar.set_postfix(loss=f"{loss:.3f}")
                 if self.step in validate_at:
@@ -138,7 +192,8 @@ class _Trainer:
         counts = self.features.token_counts(self.target.vocab_size)
         chosen = counts.argsort(descending=True, stable=True)[: self.config.loss_vocabulary]
         if self.accelerator.is_main_process:
-            say(f"train: the loss sees {len(chosen)} tokens, {float(counts[chosen].sum() / counts.sum()):.2%} of the text")
+            share = float(counts[chosen].sum() / counts.sum())
+            say(f"train: the loss sees {len(chosen)} tokens, {share:.2%} of the text")
         return chosen.sort().values.to(self.target.device)
 
     # --- order ------------------------------------------------------------------------------------------------
@@ -152,7 +207,9 @@ class _Trainer:
             members = [(pack, 1.0) for pack in packs[start : start + self._packs_per_step]]
             real = [pack for pack, _ in members]
             members += [(members[0][0], 0.0)] * (-len(members) % world)
-            windows.append(Window(tuple(members[self.accelerator.process_index :: world]), self._goals(real)))
+            windows.append(
+                Window(tuple(members[self.accelerator.process_index :: world]), self._goals(real))
+            )
         return windows
 
     def _goals(self, packs: list[list[int]]) -> int:
@@ -177,14 +234,22 @@ class _Trainer:
             keys += pack.keys
             with self.accelerator.autocast():
                 result = self.module(pack, config.rollout_steps)
-            loss = weight * result.weighted(self.step_weight, config.state_weight) / max(window.goals, 1)
+            loss = (
+                weight
+                * result.weighted(self.step_weight, config.state_weight)
+                / max(window.goals, 1)
+            )
             # DDP averages gradients over ranks; the window's mean is over goals, so undo the average.
             self.accelerator.backward(loss * self.accelerator.num_processes)
             total += loss.detach()
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), config.clip)
         value = float(self.accelerator.reduce(total, "sum"))
         if not math.isfinite(value) or not math.isfinite(float(norm)):
-            raise UserError("the loss must stay finite", f"{value} at step {self.step} on sequences {keys[:8]}", "lower train.learning_rate, or look at these sequences")
+            raise UserError(
+                "the loss must stay finite",
+                f"{value} at step {self.step} on sequences {keys[:8]}",
+                "lower train.learning_rate, or look at these sequences",
+            )
         self.optimizer.step()
         self.optimizer.zero_grad()
         return value, float(norm), rate
@@ -197,13 +262,25 @@ class _Trainer:
         packs = list(ordered_packs(self.held_out.lengths(), max(self.config.rows, 2048)))
         for indices in packs[self.accelerator.process_index :: self.accelerator.num_processes]:
             with self.accelerator.autocast():
-                sums.add(self.module(load_pack(self.held_out, indices, self.target.device), self.config.rollout_steps, measure=True))
+                sums.add(
+                    self.module(
+                        load_pack(self.held_out, indices, self.target.device),
+                        self.config.rollout_steps,
+                        measure=True,
+                    )
+                )
         self.module.train()
         sums.reduce(lambda tensor: self.accelerator.reduce(tensor, "sum"))
         summary = sums.summary()
         self._log({"step": self.step, "validation": summary})
         if self.accelerator.is_main_process:
-            say(f"step {self.step}/{self.total}: held-out agreement {summary['agree/1']:.3f}, alpha {summary['alpha/1']:.3f}, teacher-forced tau {summary['tau_teacher_forced']:.3f}")
+            shown = {
+                "agreement": "agree/1",
+                "alpha": "alpha/1",
+                "teacher-forced tau": "tau_teacher_forced",
+            }
+            values = ", ".join(f"{name} {summary[key]:.3f}" for name, key in shown.items())
+            say(f"step {self.step}/{self.total}: held-out {values}")
 
     # --- what stays -------------------------------------------------------------------------------------------
 
@@ -217,7 +294,15 @@ class _Trainer:
         self.accelerator.log({prefix + key: value for key, value in flat.items()}, step=row["step"])
 
     def _card(self) -> HeadCard:
-        return HeadCard(self.head.family, self.target.hash, self.target.state, self.target.hidden_size, self.target.vocab_size, self.step, config=asdict(self.config))
+        return HeadCard(
+            self.head.family,
+            self.target.hash,
+            self.target.state,
+            self.target.hidden_size,
+            self.target.vocab_size,
+            self.step,
+            config=asdict(self.config),
+        )
 
     def _checkpoint(self) -> None:
         if not self.accelerator.is_main_process:
@@ -228,7 +313,14 @@ class _Trainer:
             self.head,
             self._card(),
             extra={OPTIMIZER: optimizer_tensors(self.raw_optimizer, self.head)},
-            notes={"progress.json": {"step": self.step, "total": self.total, "curves": self.curves, "data_digest": self.features.manifest.contract.data_digest}},
+            notes={
+                "progress.json": {
+                    "step": self.step,
+                    "total": self.total,
+                    "curves": self.curves,
+                    "data_digest": self.features.manifest.contract.data_digest,
+                }
+            },
         )
         for old in find_checkpoints(folder)[:-2]:
             shutil.rmtree(old)
@@ -240,15 +332,25 @@ class _Trainer:
         if found:
             newest = found[-1]
             card, note = read_card(newest), read_json(newest / "progress.json")
-            if card.config != asdict(self.config) or note["data_digest"] != self.features.manifest.contract.data_digest or note["total"] != self.total:
-                raise UserError("a checkpoint to resume from must have this run's configuration and data", newest, "delete the run's train folder, or undo the change")
+            if (
+                card.config != asdict(self.config)
+                or note["data_digest"] != self.features.manifest.contract.data_digest
+                or note["total"] != self.total
+            ):
+                raise UserError(
+                    "a checkpoint to resume from must have this run's configuration and data",
+                    newest,
+                    "delete the run's train folder, or undo the change",
+                )
             self.head.load_state_dict(load_tensors(newest / TENSORS, self.head.state_dict()))
             load_optimizer(self.raw_optimizer, self.head, load_file(newest / OPTIMIZER))
             self.step, self.curves = note["step"], note["curves"]
             if self.accelerator.is_main_process:
                 say(f"train: resumed at step {self.step} of {self.total}")
         if self.accelerator.is_main_process:
-            (self.out / CURVES).write_text("".join(json.dumps(row) + "\n" for row in self.curves), encoding="utf-8")
+            (self.out / CURVES).write_text(
+                "".join(json.dumps(row) + "\n" for row in self.curves), encoding="utf-8"
+            )
 
     def _finish(self) -> HeadCard:
         card = self._card()

@@ -28,13 +28,22 @@ class ValidationSums:
     chains: float = 0.0
 
     def __post_init__(self) -> None:
-        self.kl, self.state, self.alpha, self.agree, self.terms, self.prefix = ([0.0] * self.steps for _ in range(6))
+        self.kl, self.state, self.alpha, self.agree, self.terms, self.prefix = (
+            [0.0] * self.steps for _ in range(6)
+        )
 
     def add(self, loss: PackLoss) -> None:
         valid = loss.rollout.valid_SN
-        for name, value in (("kl", loss.distill.kl_SN), ("state", loss.state_SN), ("alpha", loss.distill.alpha_SN), ("agree", loss.distill.agree_SN)):
+        for name, value in (
+            ("kl", loss.distill.kl_SN),
+            ("state", loss.state_SN),
+            ("alpha", loss.distill.alpha_SN),
+            ("agree", loss.distill.agree_SN),
+        ):
             sums = (value.float() * valid).sum(1).tolist()
-            setattr(self, name, [old + new for old, new in zip(getattr(self, name), sums, strict=True)])
+            setattr(
+                self, name, [old + new for old, new in zip(getattr(self, name), sums, strict=True)]
+            )
         self.terms = [old + new for old, new in zip(self.terms, valid.sum(1).tolist(), strict=True)]
         prefix, chains = joint_prefix(loss)
         self.prefix = [old + new for old, new in zip(self.prefix, prefix.tolist(), strict=True)]
@@ -43,7 +52,10 @@ class ValidationSums:
     def reduce(self, total: Callable[[Tensor], Tensor]) -> None:
         """Add up over ranks: `total` sums a tensor over all of them."""
         names = ("kl", "state", "alpha", "agree", "terms", "prefix")
-        table = torch.tensor([getattr(self, name) for name in names] + [[self.chains] * self.steps], dtype=torch.float64)
+        table = torch.tensor(
+            [getattr(self, name) for name in names] + [[self.chains] * self.steps],
+            dtype=torch.float64,
+        )
         rows = total(table).tolist()
         for name, row in zip(names, rows, strict=False):
             setattr(self, name, row)

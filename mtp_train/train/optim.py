@@ -11,11 +11,24 @@ import torch
 from torch import Tensor, nn
 
 
-def make_optimizer(module: nn.Module, learning_rate: float, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:
+def make_optimizer(
+    module: nn.Module, learning_rate: float, betas: tuple[float, float], weight_decay: float
+) -> torch.optim.AdamW:
     """AdamW; norm weights and other vectors are not decayed."""
-    matrices = [parameter for parameter in module.parameters() if parameter.requires_grad and parameter.ndim > 1]
-    vectors = [parameter for parameter in module.parameters() if parameter.requires_grad and parameter.ndim <= 1]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    matrices = [
+        parameter
+        for parameter in module.parameters()
+        if parameter.requires_grad and parameter.ndim > 1
+    ]
+    vectors = [
+        parameter
+        for parameter in module.parameters()
+        if parameter.requires_grad and parameter.ndim <= 1
+    ]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, lr=learning_rate, betas=betas)
 
 
@@ -29,7 +42,7 @@ def learning_rate(step: int, total: int, peak: float, warmup: int, floor: float 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Tensor]:
     """The optimiser's state as `<parameter>.<moment>`, in its own precision."""
-    names = {parameter: name for name, parameter in module.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
     return {
         f"{names[parameter]}.{key}": torch.as_tensor(value).detach().clone()
         for parameter, state in optimizer.state.items()
@@ -37,7 +50,9 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, module: nn.Module) -> di
     }
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, tensors: dict[str, Tensor]) -> None:
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, module: nn.Module, tensors: dict[str, Tensor]
+) -> None:
     """Put saved state back, exactly."""
     parameters = dict(module.named_parameters())
     for full, tensor in tensors.items():

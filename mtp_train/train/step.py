@@ -54,13 +54,20 @@ class RolloutModule(nn.Module):
         target = self._target[0]
         aligned = rollout(pack.token_T, pack.loss_mask_T, pack.offsets, steps)
         outs = head_states(self.head, target, pack.hidden_TD, aligned, RolloutContext(pack.offsets))
-        student = torch.stack([out_TD.index_select(0, source_N) for out_TD, source_N in zip(outs, aligned.source_SN, strict=True)]).float()
+        student = torch.stack(
+            [
+                out_TD.index_select(0, source_N)
+                for out_TD, source_N in zip(outs, aligned.source_SN, strict=True)
+            ]
+        ).float()
         teacher = pack.hidden_TD[aligned.goal_N]
         result = distill(student, teacher, self._whole if measure else self._part, measure=measure)
         return PackLoss(result, smooth_l1(student, teacher.float()), aligned)
 
 
-def head_states(head: nn.Module, target: Target, hidden_TD: Tensor, aligned: Rollout, context: RolloutContext) -> list[Tensor]:
+def head_states(
+    head: nn.Module, target: Target, hidden_TD: Tensor, aligned: Rollout, context: RolloutContext
+) -> list[Tensor]:
     """The head's output states at every step [T, D], rows indexed by where their chain starts."""
     outs: list[Tensor] = []
     state_TD = hidden_TD

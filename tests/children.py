@@ -1,0 +1,135 @@
+"""What tests run in processes of their own, to be killed or to be one rank of two.
+
+The processes are forked from a server that has imported the package once and computed nothing: quick, and each one
+is killed by its own id. Their target is slowed down, so that a kill lands in the middle of the work.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from toys import conversations, make_store, make_target
+
+from mtp_train.core.dist import Ranks
+from mtp_train.core.records import Accounting
+from mtp_train.heads.mtp import MtpConfig, build
+from mtp_train.precompute import stage as precomputing
+from mtp_train.precompute.stage import PrecomputeConfig, precompute
+from mtp_train.store import manifest, shards
+from mtp_train.store.shards import FeatureStore
+from mtp_train.train import loop
+from mtp_train.train.loop import TrainConfig, train
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    [
+        "mtp_train.train.loop",
+        "mtp_train.precompute.stage",
+        "transformers.models.llama.modeling_llama",
+    ]
+)
+
+SLOW = 0.01  # seconds per forward or pack
+CHATS = conversations(24, seed=5)
+FEATURES = PrecomputeConfig(rows_per_shard=32, rows_per_forward=20)
+TRAINING = TrainConfig(
+    epochs=2, rows=40, accumulation=2, rollout_steps=2, warmup_steps=2, validations=2, checkpoints=4
+)
+
+
+def run(
+    work: Callable[..., None], *args: Any, kill_when: Callable[[], bool] | None = None
+) -> int | None:
+    """Run `work(*args)` in a process; kill it (SIGKILL) as soon as `kill_when` says so. Returns its exit status."""
+    process = CONTEXT.Process(target=work, args=args)
+    process.start()
+    while kill_when and process.is_alive():
+        if kill_when():
+            process.kill()
+            break
+        time.sleep(0.001)
+    process.join()
+    return process.exitcode
+
+
+def die() -> None:
+    """End this process as `kill -9` does."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dies_at(
+    call: int, function: Callable[..., Any], before: Callable[..., None] | None = None
+) -> Callable[..., Any]:
+    """`function`, but its call number `call` (from 1) ends the process, after `before` was called in its place."""
+    count = 0
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == call:
+            if before:
+                before(*args, **kwargs)
+            die()
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def half(_tensors: object, path: Path, **_kwargs: object) -> None:
+    """What a killed writer leaves: the beginning of a file."""
+    Path(path).write_bytes(b"\x40\x00\x00\x00\x00\x00\x00\x00{")
+
+
+def precompute_slowly(out: Path, fate: str = "") -> None:
+    """Make the features of CHATS. `fate`: where the process kills itself, if anywhere."""
+    torch.set_num_threads(1)
+    target = make_target()
+    forward = target.forward
+
+    def slow(*args: Any) -> torch.Tensor:
+        time.sleep(SLOW)
+        return forward(*args)
+
+    target.forward = slow  # type: ignore[method-assign]
+    if fate == "half a shard":
+        shards.save_file = dies_at(3, shards.save_file, half)
+    if fate == "before the manifest":
+        manifest.Manifest.save = dies_at(1, manifest.Manifest.save)  # type: ignore[method-assign]
+    if fate == "before the contract":
+        precomputing.write_json = dies_at(1, precomputing.write_json)
+    precompute(target, CHATS, FEATURES, out, Accounting(used=len(CHATS)), Ranks())
+
+
+def train_slowly(features: Path, out: Path, log: Path, fate: str = "") -> None:
+    """Train on the features, one line in `log` per pack. `fate`: where the process kills itself, if anywhere."""
+    torch.set_num_threads(1)
+    target = make_target()
+    load_pack = loop.load_pack
+
+    def slow(*args: Any) -> Any:
+        time.sleep(SLOW)
+        with open(log, "a") as file:
+            file.write("pack\n")
+        return load_pack(*args)
+
+    loop.load_pack = slow
+    if fate == "half a checkpoint":
+        from mtp_train.checkpoint import heads
+
+        heads.save_file = dies_at(4, heads.save_file, half)  # the second checkpoint's optimiser
+    if fate == "before the head":
+        loop._Trainer._finish = dies_at(1, loop._Trainer._finish)  # type: ignore[method-assign]
+    store = FeatureStore(features)
+    train(target, build(target, MtpConfig()), store, store, TRAINING, Accelerator(cpu=True), out)
+
+
+def make_features(folder: Path) -> FeatureStore:
+    return make_store(folder, make_target(), CHATS, rows_per_shard=FEATURES.rows_per_shard)

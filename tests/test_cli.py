@@ -1,0 +1,773 @@
+"""The command line: a user's mistakes are one line each, stages find each other, and nothing is done twice."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from toys import toy_target
+from transformers import PreTrainedTokenizerFast
+
+from mtp_train.checkpoint.heads import load_head
+from mtp_train.cli.config import conf_folder, load_config, section
+from mtp_train.cli.main import STAGES, dispatch, guarded
+from mtp_train.engine.engine import EngineConfig
+from mtp_train.evaluate.stage import EvaluateConfig
+from mtp_train.export.stage import ExportConfig
+from mtp_train.heads.mtp import MtpConfig
+from mtp_train.models.target import Target
+from mtp_train.precompute.stage import PrecomputeConfig
+from mtp_train.regenerate.stage import RegenerateConfig
+from mtp_train.store.shards import FeatureStore
+from mtp_train.train.loop import TrainConfig
+
+REPOSITORY = Path(__file__).parents[1]
+SECTIONS = {
+    "regenerate": RegenerateConfig,
+    "precompute": PrecomputeConfig,
+    "head": MtpConfig,
+    "train": TrainConfig,
+    "engine": EngineConfig,
+    "evaluate": EvaluateConfig,
+    "export": ExportConfig,
+}
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,?!'\n-+:"
+CHATML = (
+    "{% for m in messages %}{{ '<s>' + m.role + '\n' + m.content + '</s>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
+)
+PROMPTS = {
+    "train": ["what is 2 + 2?", "name a bird.", "say hello", "count to 3", "why?", "is it late?"],
+    "heldout": ["what is 3 + 1?", "name a fish.", "say bye"],
+    "ood": ["x: 1, y: 2", "sum of 4 and 5?"],
+}
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A token per character, and the two of the template."""
+    vocabulary = {token: index for index, token in enumerate(["<unk>", "<s>", "</s>", *LETTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="</s>",
+    )
+    fast.chat_template = CHATML
+    fast.save_pretrained(folder)
+
+
+def save_target(folder: Path, seed: int = 0) -> Path:
+    toy_target(seed=seed).model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def write_prompts(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, texts in PROMPTS.items():
+        rows = [
+            {
+                "id": f"{name}-{number}",
+                "category": f"c{number % 2}",
+                "messages": [{"role": "user", "content": text}],
+            }
+            for number, text in enumerate(texts)
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def overrides(folder: Path, *more: str) -> list[str]:
+    prompts = [f"+regenerate.prompts.{name}={folder / 'prompts' / name}.jsonl" for name in PROMPTS]
+    quick = [
+        "regenerate.max_new_tokens=10",
+        "precompute.rows_per_shard=64",
+        "train.epochs=2",
+        "train.rows=64",
+        "train.warmup_steps=1",
+        "train.validations=1",
+        "train.checkpoints=1",
+        "engine.cache_rows=1024",
+        "engine.max_batch=4",
+        "evaluate.drafts=2",
+        "evaluate.max_new_tokens=8",
+        "evaluate.speed_prompts=1",
+        "evaluate.lossless_prompts=2",
+        "evaluate.reference_prompts=1",
+        "evaluate.examples=2",
+    ]
+    return [
+        f"target.path={folder / 'target'}",
+        "target.dtype=float32",
+        f"run={folder / 'run'}",
+        *prompts,
+        *quick,
+        *more,
+    ]
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tmp_path_factory.mktemp("cli-target") / "toy")
+
+
+# --- mistakes -------------------------------------------------------------------------------------------------
+
+
+def mistake(capsys: pytest.CaptureFixture[str], name: str, *arguments: str) -> str:
+    """The one line that a user gets; the status is 2 and there is no traceback."""
+    capsys.readouterr()
+    status = guarded(lambda: dispatch(name, list(arguments)))
+    err = capsys.readouterr().err
+    lines = err.splitlines()
+    assert status == 2, err
+    assert len(lines) == 1, err
+    assert lines[0].startswith("mtp-train: error: ")
+    return lines[0]
+
+
+def test_a_stage_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    line = mistake(capsys, "trian")
+    assert "trian" in line
+    assert all(stage in line for stage in STAGES)
+
+
+def test_a_recipe_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    line = mistake(capsys, "train", "recipe=nonsense")
+    assert "nonsense" in line
+    assert "smollm2_mtp_cpu" in line, "the choices are listed"
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("train.epoch=3", ["train.epoch"]),
+        ("trian.epochs=3", ["trian"]),
+        ("+train.nonsense=3", ["nonsense", "learning_rate"]),
+        ("train.epochs", ["train.epochs"]),
+        ("train.epochs=many", ["train.epochs must be of type int", "many"]),
+        ("train.epochs=1.5", ["train.epochs must be of type int", "1.5"]),
+        ("train.epochs=true", ["train.epochs must be of type int", "True"]),
+        ("train.learning_rate=fast", ["train.learning_rate must be of type float", "fast"]),
+        ("train.epochs=0", ["train.epochs must be 1 or more", "0"]),
+        ("head.init=3", ["head.init must be of type str"]),
+        ("target=nowhere", ["nowhere"]),
+        ("run=null", ["run"]),
+        ("threads=many", ["threads", "many"]),
+        ("threads=-1", ["threads", "-1"]),
+    ],
+)
+def test_a_wrong_override(
+    capsys: pytest.CaptureFixture[str],
+    target_folder: Path,
+    tmp_path: Path,
+    override: str,
+    parts: list[str],
+) -> None:
+    stamp(tmp_path / "run", "precompute")
+    line = mistake(
+        capsys, "train", f"target.path={target_folder}", f"run={tmp_path / 'run'}", override
+    )
+    assert all(part in line for part in parts), line
+
+
+def stamp(run: Path, stage: str) -> None:
+    """A stage that is done, as far as the next one can see."""
+    (run / stage).mkdir(parents=True, exist_ok=True)
+    (run / stage / "stage.json").write_text(
+        json.dumps({"inputs": "", "outputs": "", "seconds": 1.0})
+    )
+
+
+@pytest.mark.parametrize(
+    ("stage", "override", "parts"),
+    [
+        ("train", "precision=float8", ["precision must be one of", "float8"]),
+        ("train", "head.init=zeros", ["head.init must be one of last_layer, random", "zeros"]),
+        ("train", "head.family=eagle9", ["family", "mtp", "eagle9"]),
+        ("train", "train.decay=2.0", ["decay", "2.0"]),
+        ("train", "trackers=wandb", ["trackers"]),
+        ("train", "target.dtype=int8", ["dtype must be one of", "int8"]),
+        ("train", "target.device=abacus", ["target.device", "abacus"]),
+        ("train", "target.trust_remote_code=no", ["trust_remote_code must be of type bool", "no"]),
+        ("export", "export.format=gguf", ["export.format must be one of mimo_mtp", "gguf"]),
+    ],
+)
+def test_a_value_out_of_range(
+    capsys: pytest.CaptureFixture[str],
+    target_folder: Path,
+    tmp_path: Path,
+    stage: str,
+    override: str,
+    parts: list[str],
+) -> None:
+    run = tmp_path / "run"
+    for name in ("precompute", "train"):
+        stamp(run, name)
+    features(target_folder, run)
+    line = mistake(
+        capsys,
+        stage,
+        f"target.path={target_folder}",
+        f"run={run}",
+        "target.dtype=float32",
+        override,
+    )
+    assert all(part in line for part in parts), line
+
+
+def features(target_folder: Path, run: Path) -> None:
+    from toys import conversations, make_store
+
+    target = Target.load(target_folder, "float32")
+    for name in ("train", "heldout"):
+        make_store(run / "precompute" / name, target, conversations(3))
+
+
+def test_a_target_path_that_was_not_given(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert "target.path" in mistake(capsys, "train", f"run={tmp_path}")
+
+
+def test_a_missing_target_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text("{}\n")
+    line = mistake(
+        capsys,
+        "regenerate",
+        "target.path=/no/such/folder",
+        f"run={tmp_path}",
+        f"+regenerate.prompts.train={tmp_path}/prompts.jsonl",
+    )
+    assert "/no/such/folder" in line
+
+
+@pytest.mark.parametrize(
+    ("damage", "part"),
+    [
+        (lambda folder: [path.unlink() for path in folder.glob("*.safetensors")], "safetensors"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"\x08"), "safetensors"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config"),
+        (
+            lambda folder: (folder / "config.json").write_text('{"model_type": "unheard-of"}'),
+            "unheard-of",
+        ),
+        (lambda folder: [path.unlink() for path in folder.glob("tokenizer*")], "tokenizer"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer"),
+        (lambda folder: (folder / "chat_template.jinja").unlink(), "chat template"),
+        (lambda folder: (folder / "chat_template.jinja").write_text("{% if %}"), "template"),
+        (
+            lambda folder: (folder / "chat_template.jinja").write_text(
+                "{{ raise_exception('not here') }}"
+            ),
+            "not here",
+        ),
+    ],
+    ids=[
+        "no weights",
+        "cut weights",
+        "cut config",
+        "unknown model",
+        "no tokenizer",
+        "cut tokenizer",
+        "no template",
+        "bad template",
+        "template fails",
+    ],
+)
+def test_a_damaged_target_folder(
+    capsys: pytest.CaptureFixture[str],
+    target_folder: Path,
+    tmp_path: Path,
+    damage: object,
+    part: str,
+) -> None:
+    shutil.copytree(target_folder, tmp_path / "target")
+    damage(tmp_path / "target")  # type: ignore[operator]
+    write_prompts(tmp_path / "prompts")
+    assert part in mistake(capsys, "regenerate", *overrides(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ([], "regenerate.prompts must name"),
+        (["+regenerate.prompts.train=/no/such.jsonl"], "/no/such.jsonl"),
+        (["regenerate.prompts=prompts.jsonl"], "prompts"),
+        (["+regenerate.prompts.train=3"], "prompts"),
+    ],
+    ids=["none", "missing file", "no names", "no path"],
+)
+def test_prompts_that_can_not_be_read(
+    capsys: pytest.CaptureFixture[str],
+    target_folder: Path,
+    tmp_path: Path,
+    change: list[str],
+    part: str,
+) -> None:
+    assert part in mistake(
+        capsys, "regenerate", f"target.path={target_folder}", f"run={tmp_path}", *change
+    )
+
+
+@pytest.mark.parametrize(
+    "rows", ["", "not json\n", '{"messages": []}\n'], ids=["empty", "no JSON", "no turns"]
+)
+def test_a_prompts_file_without_a_usable_row(
+    capsys: pytest.CaptureFixture[str], target_folder: Path, tmp_path: Path, rows: str
+) -> None:
+    (tmp_path / "p.jsonl").write_text(rows)
+    line = mistake(
+        capsys,
+        "regenerate",
+        f"target.path={target_folder}",
+        f"run={tmp_path / 'run'}",
+        f"+regenerate.prompts.train={tmp_path / 'p.jsonl'}",
+    )
+    assert "at least one usable row" in line
+
+
+def test_prompts_whose_ids_repeat(
+    capsys: pytest.CaptureFixture[str], target_folder: Path, tmp_path: Path
+) -> None:
+    row = json.dumps({"id": "same", "messages": [{"role": "user", "content": "hi"}]}) + "\n"
+    (tmp_path / "p.jsonl").write_text(row * 2)
+    line = mistake(
+        capsys,
+        "regenerate",
+        f"target.path={target_folder}",
+        f"run={tmp_path / 'run'}",
+        f"+regenerate.prompts.train={tmp_path / 'p.jsonl'}",
+    )
+    assert "unique" in line
+
+
+def test_a_run_folder_that_can_not_be_written(
+    capsys: pytest.CaptureFixture[str],
+    target_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A file is in the way (that stops root too), and the target is not loaded to find out."""
+    monkeypatch.setattr(
+        Target, "load", lambda *_args, **_kwargs: pytest.fail("the target was loaded")
+    )
+    (tmp_path / "file").write_text("")
+    write_prompts(tmp_path / "prompts")
+    line = mistake(
+        capsys,
+        "regenerate",
+        *overrides(tmp_path),
+        f"target.path={target_folder}",
+        f"run={tmp_path / 'file' / 'run'}",
+    )
+    assert "must be writable" in line
+    assert f"{tmp_path}/file/run" in line
+
+
+@pytest.mark.parametrize(
+    ("stage", "before"),
+    [
+        ("precompute", "regenerate"),
+        ("train", "precompute"),
+        ("evaluate", "regenerate"),
+        ("report", "evaluate"),
+        ("export", "train"),
+    ],
+)
+def test_a_stage_before_its_turn(
+    capsys: pytest.CaptureFixture[str], target_folder: Path, tmp_path: Path, stage: str, before: str
+) -> None:
+    line = mistake(capsys, stage, f"target.path={target_folder}", f"run={tmp_path}")
+    assert f"stage {before} must be done first" in line
+
+
+def test_a_damaged_stamp_is_named(
+    capsys: pytest.CaptureFixture[str], target_folder: Path, tmp_path: Path
+) -> None:
+    stamp(tmp_path, "precompute")
+    (tmp_path / "precompute" / "stage.json").write_text("{")
+    assert "stage.json" in mistake(
+        capsys, "train", f"target.path={target_folder}", f"run={tmp_path}"
+    )
+
+
+def test_the_command_itself_in_a_process(tmp_path: Path) -> None:
+    """From another folder, as installed: status, the one line, and nothing on standard output."""
+
+    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "mtp_train.cli.main", *arguments],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+
+    wrong = command("nonsense")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert len(wrong.stderr.splitlines()) == 1
+    assert "Traceback" not in wrong.stderr
+    usage = command("--help")
+    assert (usage.returncode, usage.stderr) == (0, "")
+    assert all(stage in usage.stdout for stage in STAGES)
+    assert command().returncode == 2
+
+
+def test_an_interruption_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    def work() -> None:
+        raise KeyboardInterrupt
+
+    assert guarded(work) == 130
+    assert "goes on from here" in capsys.readouterr().err
+
+
+def test_our_own_mistakes_keep_their_traceback() -> None:
+    def work() -> None:
+        raise AssertionError("ours")
+
+    with pytest.raises(AssertionError, match="ours"):
+        guarded(work)
+
+
+# --- configurations -------------------------------------------------------------------------------------------
+
+
+def test_every_recipe_parses_into_every_component() -> None:
+    names = sorted(path.parent.name for path in REPOSITORY.glob("recipes/*/config.yaml"))
+    assert len(names) >= 1
+    assert "smollm2_mtp_cpu" in names
+    assert names == sorted(path.name for path in REPOSITORY.glob("recipes/*") if path.is_dir()), (
+        "a recipe without a config"
+    )
+    for name in names:
+        config = load_config([f"recipe={name}"])
+        assert {key: type(section(config, key, cls)) for key, cls in SECTIONS.items()} == SECTIONS
+        prompts = section(config, "regenerate", RegenerateConfig).prompts
+        assert {"train", "heldout"} <= set(prompts)
+        assert all(Path(path).is_file() for path in prompts.values())
+
+
+def test_the_command_line_stands_over_the_recipe_and_the_recipe_over_the_defaults() -> None:
+    default = section(load_config(["target.path=x"]), "train", TrainConfig)
+    recipe = section(load_config(["recipe=smollm2_mtp_cpu"]), "train", TrainConfig)
+    line = section(load_config(["recipe=smollm2_mtp_cpu", "train.epochs=7"]), "train", TrainConfig)
+    assert recipe != default
+    assert line.epochs == 7
+    assert line.learning_rate == recipe.learning_rate
+
+
+def test_a_recipe_whose_values_need_quoting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = 'data/Grüße, "quoted" = {a: b}/p.jsonl'
+    (tmp_path / "recipes" / "mine").mkdir(parents=True)
+    (tmp_path / "recipes" / "mine" / "config.yaml").write_text(
+        yaml.safe_dump(
+            {"target": {"path": path}, "regenerate": {"prompts": {"train": "{recipe}/p.jsonl"}}},
+            allow_unicode=True,
+        ),
+        encoding="utf-8",
+    )
+    monkeypatch.chdir(tmp_path)
+    config = load_config(["recipe=mine"])
+    assert config["target"]["path"] == path
+    assert config["regenerate"]["prompts"] == {"train": "recipes/mine/p.jsonl"}
+
+
+def test_every_default_is_the_dataclasss_own_and_every_file_is_used() -> None:
+    files = sorted(
+        path.relative_to(conf_folder()).as_posix() for path in conf_folder().rglob("*.yaml")
+    )
+    assert len(files) >= 9
+    for file in files:
+        assert yaml.safe_load((conf_folder() / file).read_text(encoding="utf-8")), file
+    config = load_config(["target.path=x"])
+    groups = {file.split("/")[0] for file in files if "/" in file}
+    assert groups == set(SECTIONS) | {"target"}
+    for name, cls in SECTIONS.items():
+        values = section(config, name, cls)
+        known = {key for key, item in cls.__dataclass_fields__.items()}
+        assert set(config[name]) == known, f"conf/{name} shows every option"
+        if name != "regenerate":  # its prompts have no default in the dataclass
+            assert values == cls(), f"conf/{name} and {cls.__name__} agree"
+
+
+# --- the whole pipeline ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A finished run on a toy target: all stages, by one command."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    save_target(folder / "target")
+    write_prompts(folder / "prompts")
+    assert guarded(lambda: dispatch("run", overrides(folder))) == 0
+    yield folder
+
+
+def copied(pipeline: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run that a test may change."""
+    return Path(shutil.copytree(pipeline, tmp_path / "copy"))
+
+
+def again(
+    capsys: pytest.CaptureFixture[str], folder: Path, *more: str, stage: str = "run"
+) -> dict[str, bool]:
+    """Run once more; which stages did their work."""
+    capsys.readouterr()
+    status = guarded(lambda: dispatch(stage, overrides(folder, *more)))
+    err = capsys.readouterr().err
+    assert status == 0, err
+    return {
+        name: f"{name}: done before, inputs unchanged" not in err
+        for name in STAGES
+        if f"{name}: done" in err
+    }
+
+
+def test_the_pipeline_leaves_every_output(pipeline: Path) -> None:
+    run = pipeline / "run"
+    for stage in STAGES:
+        assert json.loads((run / stage / "stage.json").read_text())["seconds"] > 0
+    for name, texts in PROMPTS.items():
+        rows = [
+            json.loads(line)
+            for line in (run / "regenerate" / f"{name}.jsonl").read_text().splitlines()
+        ]
+        assert [row["id"] for row in rows] == [f"{name}-{number}" for number in range(len(texts))]
+        assert all(0 < len(row["output_ids"]) <= 10 for row in rows)
+    assert json.loads((run / "regenerate" / "accounting.json").read_text())["train"] == {
+        "input": 6,
+        "used": 6,
+        "repaired": {},
+        "refused": {},
+        "examples": {},
+    }
+    assert [len(FeatureStore(run / "precompute" / name)) for name in ("train", "heldout")] == [6, 3]
+    assert (run / "train" / "curves.jsonl").stat().st_size
+    assert list((run / "train" / "checkpoints").glob("step-*/optimizer.safetensors"))
+    load_head(run / "train" / "head", Target.load(pipeline / "target", "float32"))
+    evaluation = json.loads((run / "evaluate" / "evaluation.json").read_text())
+    assert set(evaluation["sets"]) == {"heldout", "ood"}
+    assert evaluation["sets"]["heldout"]["greedy"]["prompts"] == 3
+    assert evaluation["lossless"]["different"] == []
+    assert evaluation["lossless"]["transformers"]["different"] == []
+    assert evaluation["speed"]["plain"]["tokens_per_s"] > 0
+    assert len(evaluation["examples"]) == 2
+    assert evaluation["validation"]["engine"] == pytest.approx(
+        evaluation["validation"]["training"], rel=1e-3, abs=1e-4
+    )
+    assert all(
+        (run / "report" / name).stat().st_size
+        for name in ("index.html", "report.md", "report.json")
+    )
+    assert sorted(path.name for path in (run / "export" / "mimo_mtp").iterdir()) == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+    ]
+    assert not [path for path in run.rglob("*") if path.name.endswith((".part", ".journal"))], (
+        "nothing half-done is left"
+    )
+
+
+def test_a_second_run_does_nothing_again(
+    capsys: pytest.CaptureFixture[str], pipeline: Path, tmp_path: Path
+) -> None:
+    folder = copied(pipeline, tmp_path)
+    files = {
+        path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*") if path.is_file()
+    }
+    # The copy has other paths, so what depends on a path may be done once more; from then on nothing is.
+    again(capsys, folder)
+    files = {
+        path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*") if path.is_file()
+    }
+    assert again(capsys, folder) == dict.fromkeys(STAGES, False)
+    assert {
+        path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*") if path.is_file()
+    } == files
+
+
+def test_a_second_run_loads_no_target(
+    capsys: pytest.CaptureFixture[str], pipeline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        Target, "load", lambda *_args, **_kwargs: pytest.fail("the target was loaded")
+    )
+    again(capsys, pipeline)
+
+
+def test_a_change_is_felt_by_the_stages_below_it_alone(
+    capsys: pytest.CaptureFixture[str], pipeline: Path, tmp_path: Path
+) -> None:
+    folder = copied(pipeline, tmp_path)
+    done = again(capsys, folder, "evaluate.seed=1")
+    assert [done[name] for name in ("regenerate", "precompute", "train", "evaluate")] == [
+        False,
+        False,
+        False,
+        True,
+    ]
+
+
+def head_bytes(folder: Path) -> bytes:
+    return (folder / "run" / "train" / "head" / "head.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "train.epochs=1",
+        "train.seed=1",
+        "head.init=random",
+        "head.embedding_noise=0.5",
+        "precision=float32",
+    ],
+)
+def test_a_changed_setting_of_training_trains_again(
+    capsys: pytest.CaptureFixture[str], pipeline: Path, tmp_path: Path, change: str
+) -> None:
+    """The result is the one that a fresh run folder gives: nothing of the old run stays in it."""
+    folder = copied(pipeline, tmp_path)
+    before = head_bytes(folder)
+    assert again(capsys, folder, change, stage="train") == {"train": True}
+    assert head_bytes(folder) != before
+    shutil.rmtree(folder / "run" / "train")
+    found = head_bytes_after_fresh(capsys, folder, change)
+    again_bytes = found
+    shutil.rmtree(folder / "run" / "train")
+    assert head_bytes_after_fresh(capsys, folder, change) == again_bytes
+
+
+def head_bytes_after_fresh(capsys: pytest.CaptureFixture[str], folder: Path, change: str) -> bytes:
+    again(capsys, folder, change, stage="train")
+    return head_bytes(folder)
+
+
+def test_changed_prompts_are_answered_again(
+    capsys: pytest.CaptureFixture[str], pipeline: Path, tmp_path: Path
+) -> None:
+    folder = copied(pipeline, tmp_path)
+    path = folder / "prompts" / "train.jsonl"
+    path.write_text(path.read_text().replace("name a bird.", "name a tree."))
+    done = again(capsys, folder, stage="regenerate")
+    assert done == {"regenerate": True}
+    rows = [
+        json.loads(line)
+        for line in (folder / "run" / "regenerate" / "train.jsonl").read_text().splitlines()
+    ]
+    assert rows[1]["messages"][0]["content"] == "name a tree."
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "target")
+    assert "name a tree." in tokenizer.decode(rows[1]["prompt_ids"])
+
+
+def test_another_target_does_every_stage_again(
+    capsys: pytest.CaptureFixture[str], pipeline: Path, tmp_path: Path
+) -> None:
+    folder = copied(pipeline, tmp_path)
+    before = head_bytes(folder)
+    shutil.rmtree(folder / "target")
+    save_target(folder / "target", seed=9)
+    assert again(capsys, folder) == dict.fromkeys(STAGES, True)
+    assert head_bytes(folder) != before
+    load_head(folder / "run" / "train" / "head", Target.load(folder / "target", "float32"))
+
+
+# --- regenerate, broken off -----------------------------------------------------------------------------------
+
+
+class Stop(Exception):
+    """Stands for a kill between two answers."""
+
+
+def break_off(folder: Path, monkeypatch: pytest.MonkeyPatch, answers: int) -> None:
+    """Answer a few prompts, then die without a word."""
+    from mtp_train.regenerate import stage
+
+    count = 0
+
+    def row(*args: object) -> dict:
+        nonlocal count
+        count += 1
+        if count > answers:
+            raise Stop
+        return original(*args)
+
+    original = stage._row
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "_row", row)
+        with pytest.raises(Stop):
+            dispatch("regenerate", overrides(folder))
+
+
+@pytest.fixture
+def fresh(pipeline: Path, tmp_path: Path) -> Path:
+    folder = tmp_path / "fresh"
+    shutil.copytree(pipeline / "target", folder / "target")
+    shutil.copytree(pipeline / "prompts", folder / "prompts")
+    return folder
+
+
+def test_answers_go_on_where_they_were_broken_off(
+    capsys: pytest.CaptureFixture[str], pipeline: Path, fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_off(fresh, monkeypatch, 2)
+    journal = fresh / "run" / "regenerate" / "train.journal"
+    with open(journal, "a") as file:
+        file.write('{"id": "train-5", "cut sho')  # the line that the kill cut short
+    capsys.readouterr()
+    assert guarded(lambda: dispatch("regenerate", overrides(fresh))) == 0
+    assert "2 answers found, 4 to go" in capsys.readouterr().err
+    for name in PROMPTS:
+        answers = [folder / "run" / "regenerate" / f"{name}.jsonl" for folder in (fresh, pipeline)]
+        assert answers[0].read_bytes() == answers[1].read_bytes()
+
+
+@pytest.mark.parametrize("change", ["prompts", "settings", "target"])
+def test_answers_of_a_broken_off_run_with_other_inputs_are_not_used(
+    capsys: pytest.CaptureFixture[str], fresh: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """What was answered before belongs to other inputs: all prompts are answered again."""
+    break_off(fresh, monkeypatch, 2)
+    more = []
+    if change == "prompts":
+        path = fresh / "prompts" / "train.jsonl"
+        path.write_text(
+            "".join(
+                line.replace("?", "!").replace(".", "!")
+                for line in path.read_text().splitlines(keepends=True)
+            )
+        )
+    if change == "settings":
+        more = ["regenerate.max_new_tokens=6"]
+    if change == "target":
+        shutil.rmtree(fresh / "target")
+        save_target(fresh / "target", seed=9)
+    assert guarded(lambda: dispatch("regenerate", overrides(fresh, *more))) == 0
+    broken = (fresh / "run" / "regenerate" / "train.jsonl").read_text()
+    shutil.rmtree(fresh / "run")
+    assert guarded(lambda: dispatch("regenerate", overrides(fresh, *more))) == 0
+    assert broken == (fresh / "run" / "regenerate" / "train.jsonl").read_text()
+
+
+def test_a_thread_count_is_obeyed(capsys: pytest.CaptureFixture[str], pipeline: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        again(capsys, pipeline, "threads=1", stage="train")
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,42 @@
+"""The contexts and the loss on a CUDA device equal the CPU's."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from mtp_train.engine.engine import Engine, EngineConfig
+from mtp_train.engine.propose import ChainProposer
+from mtp_train.engine.sequences import Request
+from mtp_train.heads.mtp import MtpConfig, build
+from mtp_train.losses.chunked import distill
+from mtp_train.models.target import Target
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def test_greedy_speculation_on_the_gpu_equals_plain_decoding_on_the_cpu(toy_target: Target) -> None:
+    prompts = [tuple(range(1, 3 + 7 * index)) for index in range(5)]
+    requests = [Request(str(index), prompt, 20) for index, prompt in enumerate(prompts)]
+    config = EngineConfig(max_batch=3, cache_rows=512, page_size=4)
+    plain = Engine(toy_target, None, config).generate(requests)
+    on_gpu = Target(copy.deepcopy(toy_target.model).cuda())
+    head = build(on_gpu, MtpConfig(init="random"))
+    done = Engine(on_gpu, ChainProposer(on_gpu, head, 3), config).generate(requests)
+    assert [c.tokens for c in done] == [c.tokens for c in plain]
+
+
+def test_the_loss_on_the_gpu_equals_the_cpus() -> None:
+    generator = torch.Generator().manual_seed(0)
+    student = torch.randn(2, 9, 16, generator=generator)
+    teacher = torch.randn(9, 16, generator=generator)
+    head = torch.randn(50, 16, generator=generator)
+    here = distill(student, teacher, head, measure=True, chunk=4)
+    there = distill(student.cuda(), teacher.cuda(), head.cuda(), measure=True, chunk=4)
+    torch.testing.assert_close(there.kl_SN.cpu(), here.kl_SN, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(there.alpha_SN.cpu(), here.alpha_SN, atol=1e-4, rtol=1e-4)

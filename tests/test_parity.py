@@ -1,0 +1,119 @@
+"""Training logits are the engine's logits, draft step by draft step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_attention import packed_states
+
+from mtp_train.attention.packed import RolloutContext
+from mtp_train.batches.align import rollout
+from mtp_train.engine import propose
+from mtp_train.engine.engine import Engine, EngineConfig
+from mtp_train.engine.propose import ChainProposer
+from mtp_train.engine.sequences import Request
+from mtp_train.evaluate.lossless import first_difference
+from mtp_train.evaluate.validation import engine_validation
+from mtp_train.heads.mtp import MtpConfig, build
+from mtp_train.models.target import Target
+from mtp_train.text.sources import Answer
+from mtp_train.train.step import head_states
+
+STEPS = 3
+
+
+@pytest.fixture
+def texts() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(61, (length,), generator=generator) for length in (40, 23, 31)]
+
+
+def test_training_logits_equal_the_engines_at_draft_steps_1_to_3(
+    toy_target: Target, texts: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine follows scripted texts and drafts their very tokens, so that each chain's inputs are training's."""
+    head = build(toy_target, MtpConfig(init="random"))
+    prompts = [5, 2, 9]
+    recorded: list[torch.Tensor] = []
+    served = Engine(
+        toy_target,
+        ChainProposer(toy_target, head, STEPS),
+        EngineConfig(max_batch=3, cache_rows=1024, page_size=4),
+    )
+    starts = [p - 1 for p in prompts]  # row of each sequence whose output is carried
+    visited: list[tuple[int, int, int]] = []
+
+    def scripted(logits: torch.Tensor, *_: object) -> tuple[torch.Tensor, None]:
+        if len(logits) != len(texts):
+            return logits.argmax(-1), None
+        step = len(recorded) % STEPS
+        recorded.append(logits)
+        rows = [start + (len(recorded) - 1) // STEPS * (STEPS + 1) for start in starts]
+        visited.extend((index, row, step) for index, row in enumerate(rows))
+        return torch.stack(
+            [
+                text[min(row + 2 + step, len(text) - 1)]
+                for text, row in zip(texts, rows, strict=True)
+            ]
+        ), None
+
+    requests = [
+        Request(str(i), tuple(t[:p].tolist()), 12, script=tuple(t[p:].tolist()))
+        for i, (t, p) in enumerate(zip(texts, prompts, strict=True))
+    ]
+    prefill_choose = propose.choose
+    monkeypatch.setattr(propose, "choose", scripted)
+    monkeypatch.setattr("mtp_train.engine.engine.choose", prefill_choose)
+    done = served.generate(requests)
+    assert all(step.accepted == STEPS for completion in done for step in completion.steps), (
+        "the drafts are the script"
+    )
+
+    offsets = [0, 40, 63, 94]
+    tokens = torch.cat(texts)
+    aligned = rollout(tokens, torch.ones_like(tokens), offsets, STEPS)
+    hidden = packed_states(toy_target, texts)
+    with torch.no_grad():
+        outs = [
+            toy_target.logits(out)
+            for out in head_states(head, toy_target, hidden, aligned, RolloutContext(offsets))
+        ]
+    compared = 0
+    for call, logits in enumerate(recorded):
+        for index in range(len(texts)):
+            _, row, step = visited[call * len(texts) + index]
+            torch.testing.assert_close(
+                logits[index], outs[step][offsets[index] + row], atol=2e-5, rtol=1e-4
+            )
+            compared += 1
+    assert compared >= 3 * STEPS * len(texts)
+
+
+def test_validation_through_the_engine_equals_the_trainers(
+    toy_target: Target, texts: list[torch.Tensor]
+) -> None:
+    from mtp_train.batches.pack import Pack
+    from mtp_train.train.metrics import ValidationSums
+    from mtp_train.train.step import RolloutModule
+
+    head = build(toy_target, MtpConfig(init="random"))
+    answers = [
+        Answer(str(i), "all", (), tuple(t[:7].tolist()), tuple(t[7:].tolist()), "stop")
+        for i, t in enumerate(texts)
+    ]
+    mask = torch.cat([(torch.arange(len(t)) >= 7).long() for t in texts])
+    pack = Pack(
+        ("0", "1", "2"), (0, 40, 63, 94), torch.cat(texts), mask, packed_states(toy_target, texts)
+    )
+    sums = ValidationSums(STEPS)
+    with torch.no_grad():
+        sums.add(RolloutModule(head, toy_target)(pack, STEPS, measure=True))
+    ours, trainers = engine_validation(toy_target, head, answers), sums.summary()
+    assert ours["agree/1"] == pytest.approx(trainers["agree/1"], abs=1e-6)
+    assert ours["kl/1"] == pytest.approx(trainers["kl/1"], rel=1e-4)
+    assert ours["alpha/1"] == pytest.approx(trainers["alpha/1"], rel=1e-4)
+
+
+def test_the_first_difference_of_two_outputs() -> None:
+    assert first_difference((1, 2, 3), (1, 5, 3)) == 1
+    assert first_difference((1, 2), (1, 2, 3)) == 2

@@ -1,0 +1,88 @@
+"""Toy targets, data and stores: random weights for exact arithmetic, made by the production code alone."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig
+
+from mtp_train.core.dist import Ranks
+from mtp_train.core.records import Accounting, TokenizedConversation
+from mtp_train.models.target import Target
+from mtp_train.precompute.stage import PrecomputeConfig, precompute
+from mtp_train.store.shards import FeatureStore
+
+VOCABULARY = 61
+
+
+def toy_config(**changes: object) -> LlamaConfig:
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+    }
+    return LlamaConfig(**(sizes | changes))
+
+
+def make_target(seed: int = 0, **changes: object) -> Target:
+    return Target.from_config(toy_config(**changes), seed=seed)
+
+
+def conversation(key: str, prompt: Sequence[int], answer: Sequence[int]) -> TokenizedConversation:
+    """A chat whose answer is trained and whose prompt is not."""
+    mask = (0,) * len(prompt) + (1,) * len(answer)
+    return TokenizedConversation(key, (*prompt, *answer), mask)
+
+
+def conversations(count: int, seed: int = 0, longest: int = 20) -> list[TokenizedConversation]:
+    """Random chats of 4 to `longest` tokens."""
+    rng = random.Random(seed)
+    chats = []
+    for index in range(count):
+        tokens = [rng.randrange(VOCABULARY) for _ in range(rng.randint(4, longest))]
+        cut = rng.randint(1, len(tokens) - 2)
+        chats.append(conversation(f"chat-{index}", tokens[:cut], tokens[cut:]))
+    return chats
+
+
+def make_store(
+    folder: Path,
+    target: Target,
+    chats: Sequence[TokenizedConversation],
+    rows_per_shard: int = 64,
+) -> FeatureStore:
+    """The chats' features, by the precompute stage."""
+    config = PrecomputeConfig(rows_per_shard=rows_per_shard, rows_per_forward=32)
+    precompute(target, chats, config, folder, Accounting(used=len(chats)), Ranks())
+    return FeatureStore(folder)
+
+
+def index_states(rows: int, width: int) -> torch.Tensor:
+    """States [rows, width] whose every entry is the row's own number."""
+    return torch.arange(rows, dtype=torch.float32).unsqueeze(1).repeat(1, width)
+
+
+@dataclass(frozen=True)
+class TwoRanks:
+    """What two processes under torchrun left behind (see two_ranks.py)."""
+
+    folder: Path
+    errors: str
+
+    def records(self, what: str) -> list[dict[str, Any]]:
+        """Each rank's record of a step that it came through."""
+        found = sorted(self.folder.glob(f"{what}-*.json"))
+        assert len(found) == 2, (
+            f"{len(found)} of 2 ranks came through {what!r}:\n{self.errors[-3000:]}"
+        )
+        return [json.loads(path.read_text()) for path in found]

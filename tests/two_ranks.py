@@ -1,0 +1,80 @@
+"""One rank of two, under `torchrun --nproc-per-node 2`: features, a training run, and one with uneven validation.
+
+torchrun --nproc-per-node 2 two_ranks.py FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
+from children import CHATS, FEATURES
+from toys import VOCABULARY, conversation, make_store, make_target
+
+from mtp_train.core.dist import current_ranks
+from mtp_train.core.records import Accounting
+from mtp_train.heads.mtp import MtpConfig, build
+from mtp_train.precompute import stage
+from mtp_train.store.shards import FeatureStore
+from mtp_train.train.loop import TrainConfig, train
+
+TRAINING = TrainConfig(
+    epochs=1,
+    rows=60,
+    rollout_steps=2,
+    warmup_steps=0,
+    beta1=0.0,
+    clip=1e9,
+    validations=1,
+    checkpoints=100,
+)
+LONG = [conversation(f"long-{index}", [index], [index + 1] * 99) for index in range(VOCABULARY - 1)]
+EVEN = LONG[:40]  # two packs of 2,000 tokens: a rank validates one each
+UNEVEN = LONG[:3]  # one pack: the second rank has none
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    accelerator = Accelerator(
+        cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=20))]
+    )
+    ranks = current_ranks(cpu=True)
+    target = make_target()
+
+    def record(what: str, **values: Any) -> None:
+        """Only a rank that got this far leaves a record, and the group's own word on its size."""
+        group = {"rank": torch.distributed.get_rank(), "world": torch.distributed.get_world_size()}
+        values |= group | {"backend": torch.distributed.get_backend()}
+        (folder / f"{what}-{ranks.rank}.json").write_text(json.dumps(values))
+
+    written: list[str] = []
+    write_shard = stage.write_shard
+    stage.write_shard = lambda path, *rest: (written.append(path.name), write_shard(path, *rest))[1]
+    stage.precompute(
+        target, CHATS, FEATURES, folder / "features", Accounting(used=len(CHATS)), ranks
+    )
+    record("precompute", shards=written)
+    features = FeatureStore(folder / "features")
+
+    for name, chats in (("even", EVEN), ("uneven", UNEVEN)):
+        held_out = make_store(folder / f"held-out-{name}-{ranks.rank}", target, chats)
+        train(
+            target,
+            build(target, MtpConfig()),
+            features,
+            held_out,
+            TRAINING,
+            accelerator,
+            folder / name,
+        )
+        record(name, processes=accelerator.num_processes)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
