@@ -41,7 +41,7 @@ SLOW = 0.01  # seconds per forward or pack
 CHATS = conversations(24, seed=5)
 FEATURES = PrecomputeConfig(rows_per_shard=32, rows_per_forward=20)
 TRAINING = TrainConfig(
-    epochs=2, rows=40, accumulation=2, rollout_steps=2, warmup_steps=2, validations=2, checkpoints=4
+    epochs=2, rows=34, accumulation=2, rollout_steps=2, warmup_steps=2, validations=2, checkpoints=4
 )
 
 

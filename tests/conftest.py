@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from toys import TwoRanks, toy_target
+from toys import TwoRanks, make_target
 
 from mtp_train.models.target import Target
 
@@ -22,9 +22,9 @@ def pytest_configure() -> None:
 
 
 @pytest.fixture(scope="session")
-def target() -> Target:
+def toy_target() -> Target:
     """A toy Llama with random weights, in float32. Frozen: every test may use the same one."""
-    return toy_target()
+    return make_target()
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from toys import toy_config, make_target
+from toys import make_target, toy_config
 
 from mtp_train.checkpoint.heads import (
     CARD,
@@ -93,7 +93,9 @@ def test_saving_again_replaces_the_folder_as_a_whole(toy_target: Target, saved: 
     assert [path.name for path in saved.parent.iterdir()] == ["head"]
 
 
-def test_the_same_head_gives_the_same_bytes(toy_target: Target, saved: Path, tmp_path: Path) -> None:
+def test_the_same_head_gives_the_same_bytes(
+    toy_target: Target, saved: Path, tmp_path: Path
+) -> None:
     save_checkpoint(tmp_path / "again", trained(toy_target), card(toy_target))
     assert all(
         (saved / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
@@ -101,9 +103,13 @@ def test_the_same_head_gives_the_same_bytes(toy_target: Target, saved: Path, tmp
     )
 
 
-def test_checkpoints_are_found_in_order_and_only_whole_ones(toy_target: Target, tmp_path: Path) -> None:
+def test_checkpoints_are_found_in_order_and_only_whole_ones(
+    toy_target: Target, tmp_path: Path
+) -> None:
     for step in (20, 100, 3):
-        save_checkpoint(tmp_path / f"step-{step:08d}", build(toy_target, MtpConfig()), card(toy_target))
+        save_checkpoint(
+            tmp_path / f"step-{step:08d}", build(toy_target, MtpConfig()), card(toy_target)
+        )
     (tmp_path / "step-00000999").mkdir()
     (tmp_path / ".step-00001000.part").mkdir()
     assert [path.name for path in find_checkpoints(tmp_path)] == [
@@ -144,7 +150,9 @@ def test_a_head_for_another_vocabulary_state_or_width_is_refused(
 
 
 def test_a_head_of_an_unknown_family_is_refused(toy_target: Target, tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "head", trained(toy_target), replace(card(toy_target), family="unheard-of"))
+    save_checkpoint(
+        tmp_path / "head", trained(toy_target), replace(card(toy_target), family="unheard-of")
+    )
     with pytest.raises(UserError, match="family must be one of mtp; received unheard-of"):
         load_head(tmp_path / "head", toy_target)
 
@@ -191,7 +199,9 @@ def retell(folder: Path) -> None:
     (folder / CARD).write_text(json.dumps(value | {"sha256": file_digest(folder / TENSORS)}))
 
 
-def test_a_truncated_file_that_its_card_names_is_refused_still(toy_target: Target, saved: Path) -> None:
+def test_a_truncated_file_that_its_card_names_is_refused_still(
+    toy_target: Target, saved: Path
+) -> None:
     (saved / TENSORS).write_bytes((saved / TENSORS).read_bytes()[:-1])
     retell(saved)
     with pytest.raises(UserError, match="whole safetensors file"):
@@ -406,7 +416,9 @@ def test_a_folder_without_biases_is_imported(toy_target: Target, exported: Path)
         if not name.endswith("bias")
     }
     save_file(tensors, exported / "model.safetensors")
-    assert torch.equal(import_head(exported, toy_target).hnorm.weight, trained(toy_target).hnorm.weight)
+    assert torch.equal(
+        import_head(exported, toy_target).hnorm.weight, trained(toy_target).hnorm.weight
+    )
 
 
 def test_another_architecture_is_refused(toy_target: Target, exported: Path) -> None:
@@ -464,7 +476,10 @@ def swap(tensors: dict, one: str, other: str) -> None:
     ids=["halves", "input norms", "q and o", "gate and up", "one norm"],
 )
 def test_a_wrong_mapping_is_caught_and_nothing_is_left_to_serve(
-    toy_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: Callable[[dict], object]
+    toy_target: Target,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    wrong: Callable[[dict], object],
 ) -> None:
     with pytest.raises(UserError, match="logits must be the head's own"):
         export_wrongly(toy_target, tmp_path / "out", monkeypatch, wrong)

@@ -13,18 +13,20 @@ import pytest
 import torch
 import yaml
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from toys import toy_target
+from toys import conversations, make_store, make_target
 from transformers import PreTrainedTokenizerFast
 
 from mtp_train.checkpoint.heads import load_head
 from mtp_train.cli.config import conf_folder, load_config, section
 from mtp_train.cli.main import STAGES, dispatch, guarded
+from mtp_train.core.errors import UserError
 from mtp_train.engine.engine import EngineConfig
 from mtp_train.evaluate.stage import EvaluateConfig
 from mtp_train.export.stage import ExportConfig
 from mtp_train.heads.mtp import MtpConfig
 from mtp_train.models.target import Target
 from mtp_train.precompute.stage import PrecomputeConfig
+from mtp_train.regenerate import stage as answering
 from mtp_train.regenerate.stage import RegenerateConfig
 from mtp_train.store.shards import FeatureStore
 from mtp_train.train.loop import TrainConfig
@@ -69,7 +71,7 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def save_target(folder: Path, seed: int = 0) -> Path:
-    toy_target(seed=seed).model.save_pretrained(folder)
+    make_target(seed=seed).model.save_pretrained(folder)
     save_tokenizer(folder)
     return folder
 
@@ -228,11 +230,36 @@ def test_a_value_out_of_range(
 
 
 def features(target_folder: Path, run: Path) -> None:
-    from toys import conversations, make_store
-
+    """What precompute would have left."""
     target = Target.load(target_folder, "float32")
     for name in ("train", "heldout"):
         make_store(run / "precompute" / name, target, conversations(3))
+
+
+@pytest.mark.parametrize(
+    ("cls", "values"),
+    [
+        (EngineConfig, {"max_batch": 0}),  # would wait forever for room in the batch
+        (EngineConfig, {"page_size": 0}),
+        (EngineConfig, {"cache_rows": -1}),
+        (EvaluateConfig, {"drafts": 0}),
+        (EvaluateConfig, {"max_new_tokens": 0}),
+        (EvaluateConfig, {"temperature": -1.0}),
+        (PrecomputeConfig, {"gate_sequences": 0}),  # would leave the gate open without a word
+        (PrecomputeConfig, {"rows_per_shard": 0}),
+        (RegenerateConfig, {"prompts": {}, "limits": {}, "max_new_tokens": 0}),
+        (RegenerateConfig, {"prompts": {}, "limits": {"train": -2}}),
+        (RegenerateConfig, {"prompts": {}, "limits": {}, "temperature": -1.0}),
+        (TrainConfig, {"learning_rate": -1.0}),
+        (TrainConfig, {"beta1": 2.0}),
+        (TrainConfig, {"clip": 0.0}),  # would clip every gradient to nothing
+        (TrainConfig, {"loss_vocabulary": -5}),
+    ],
+)
+def test_a_size_that_can_not_work_is_refused_by_name(cls: type, values: dict) -> None:
+    name = list(values)[-1]
+    with pytest.raises(UserError, match=name):
+        cls(**values)
 
 
 def test_a_target_path_that_was_not_given(
@@ -588,18 +615,14 @@ def test_a_second_run_does_nothing_again(
     capsys: pytest.CaptureFixture[str], pipeline: Path, tmp_path: Path
 ) -> None:
     folder = copied(pipeline, tmp_path)
-    files = {
-        path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*") if path.is_file()
-    }
-    # The copy has other paths, so what depends on a path may be done once more; from then on nothing is.
-    again(capsys, folder)
-    files = {
-        path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*") if path.is_file()
-    }
+    files = modified(folder)
     assert again(capsys, folder) == dict.fromkeys(STAGES, False)
-    assert {
-        path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*") if path.is_file()
-    } == files
+    assert modified(folder) == files
+
+
+def modified(folder: Path) -> dict[Path, int]:
+    """When each file of the run was last written."""
+    return {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*") if path.is_file()}
 
 
 def test_a_second_run_loads_no_target(
@@ -641,21 +664,50 @@ def head_bytes(folder: Path) -> bytes:
 def test_a_changed_setting_of_training_trains_again(
     capsys: pytest.CaptureFixture[str], pipeline: Path, tmp_path: Path, change: str
 ) -> None:
-    """The result is the one that a fresh run folder gives: nothing of the old run stays in it."""
+    """The result is the one that a fresh folder gives: nothing of the old run stays in it."""
     folder = copied(pipeline, tmp_path)
     before = head_bytes(folder)
     assert again(capsys, folder, change, stage="train") == {"train": True}
-    assert head_bytes(folder) != before
+    redone = head_bytes(folder)
+    assert redone != before
     shutil.rmtree(folder / "run" / "train")
-    found = head_bytes_after_fresh(capsys, folder, change)
-    again_bytes = found
-    shutil.rmtree(folder / "run" / "train")
-    assert head_bytes_after_fresh(capsys, folder, change) == again_bytes
-
-
-def head_bytes_after_fresh(capsys: pytest.CaptureFixture[str], folder: Path, change: str) -> bytes:
     again(capsys, folder, change, stage="train")
-    return head_bytes(folder)
+    assert head_bytes(folder) == redone
+
+
+def test_a_change_that_is_undone_gives_the_first_result_again(
+    capsys: pytest.CaptureFixture[str], pipeline: Path, tmp_path: Path
+) -> None:
+    folder = copied(pipeline, tmp_path)
+    before = head_bytes(folder)
+    again(capsys, folder, "train.epochs=1", stage="train")
+    assert head_bytes(folder) != before
+    again(capsys, folder, stage="train")
+    assert head_bytes(folder) == before
+
+
+def test_an_export_shows_no_figures_of_an_earlier_head(
+    capsys: pytest.CaptureFixture[str], pipeline: Path, tmp_path: Path
+) -> None:
+    """The evaluation in the folder is the old head's: the new one's card must not carry it."""
+    folder = copied(pipeline, tmp_path)
+    card = folder / "run" / "export" / "mimo_mtp" / "README.md"
+    assert "tau" in card.read_text()
+    shutil.rmtree(folder / "run" / "train")
+    again(capsys, folder, "train.epochs=1", stage="train")
+    again(capsys, folder, "train.epochs=1", stage="export")
+    assert "tau" not in card.read_text()
+
+
+def test_a_set_of_prompts_that_was_dropped_is_not_measured(
+    capsys: pytest.CaptureFixture[str], pipeline: Path, tmp_path: Path
+) -> None:
+    folder = copied(pipeline, tmp_path)
+    shutil.rmtree(folder / "run" / "train")
+    arguments = [item for item in overrides(folder) if "prompts.ood" not in item]
+    assert guarded(lambda: dispatch("run", arguments)) == 0
+    evaluation = json.loads((folder / "run" / "evaluate" / "evaluation.json").read_text())
+    assert set(evaluation["sets"]) == {"heldout"}
 
 
 def test_changed_prompts_are_answered_again(
@@ -691,13 +743,11 @@ def test_another_target_does_every_stage_again(
 
 
 class Stop(Exception):
-    """Stands for a kill between two answers."""
+    """Stands for a kill between two answers: no one catches it."""
 
 
 def break_off(folder: Path, monkeypatch: pytest.MonkeyPatch, answers: int) -> None:
     """Answer a few prompts, then die without a word."""
-    from mtp_train.regenerate import stage
-
     count = 0
 
     def row(*args: object) -> dict:
@@ -707,9 +757,9 @@ def break_off(folder: Path, monkeypatch: pytest.MonkeyPatch, answers: int) -> No
             raise Stop
         return original(*args)
 
-    original = stage._row
+    original = answering._row
     with monkeypatch.context() as patch:
-        patch.setattr(stage, "_row", row)
+        patch.setattr(answering, "_row", row)
         with pytest.raises(Stop):
             dispatch("regenerate", overrides(folder))
 

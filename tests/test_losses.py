@@ -268,6 +268,8 @@ def test_a_part_of_the_vocabulary_is_renormalised_in_training_and_whole_in_valid
     some(pack, 2)
     hook.remove()
     student = torch.stack([out[rows] for out, rows in zip(outs, aligned.source_SN, strict=True)])
-    expected = reference.kl(student, pack.hidden_TD[aligned.goal_N], toy_target.lm_head.weight[part])
+    expected = reference.kl(
+        student, pack.hidden_TD[aligned.goal_N], toy_target.lm_head.weight[part]
+    )
     valid = aligned.valid_SN
     torch.testing.assert_close(trained.distill.kl_SN[valid], expected[valid], rtol=1e-4, atol=1e-6)

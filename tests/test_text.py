@@ -241,20 +241,30 @@ def test_a_template_that_renders_replies_under_another_header_is_refused(
     assert "generation prompt" in found.reason
 
 
-def test_a_template_without_an_end_token_trains_the_text_alone(
+def plain_roles(tokenizer: PreTrainedTokenizerBase, after_role: str) -> ChatTemplate:
+    """A template without special tokens: `role:` and the text, a line each."""
+    source = (
+        "{% for m in messages %}{{ m.role + ':X' + m.content + '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant:X{% endif %}"
+    )
+    return with_template(tokenizer, source.replace("X", after_role))
+
+
+def test_a_template_without_an_end_token_trains_the_text(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    source = (
-        "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-    conversation = chat("Hi", "Hello there.")
-    template = with_template(tokenizer, source)
-    found = template.tokenize(conversation)
-    if isinstance(found, Refusal):  # the header's last space may belong to the reply's first token
-        assert "generation prompt" in found.reason
-    else:
-        assert template.tokenizer.decode(replies(found[0])[0]).strip() == "Hello there."
+    (record,) = records(plain_roles(tokenizer, "\n"), chat("Hi", "Hello there."))
+    (reply,) = replies(record)
+    assert tokenizer.decode(reply).rstrip() == "Hello there."
+
+
+def test_a_reply_that_would_merge_with_its_header_is_refused(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """`: Hello` is other tokens than `: ` and `Hello`: what serving would send has no such reply."""
+    found = plain_roles(tokenizer, " ").tokenize(chat("Hi", "Hello there."))
+    assert isinstance(found, Refusal)
+    assert "generation prompt" in found.reason
 
 
 def test_a_template_that_fails_is_the_users_error(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -334,7 +344,7 @@ def test_a_repaired_row_is_counted_once() -> None:
     accounting.repair("cut to max_tokens")
     accounting.refuse("empty", "f:1")
     accounting.refuse("empty", "f:2")
-    assert accounting.total == 6
+    assert accounting.total == 7
     assert accounting.repaired == {"cut to max_tokens": 2}
     assert accounting.examples == {"empty": "f:1"}
 

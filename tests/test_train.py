@@ -135,7 +135,9 @@ def test_five_packs_by_two_are_three_steps_each_a_mean_over_its_goals(
     rows = curve(out)
     assert [row["step"] for row in rows] == [1, 2, 3]
 
-    value, first = gradient(toy_target, build(toy_target, MtpConfig()), five, packs[0] + packs[1], BARE)
+    value, first = gradient(
+        toy_target, build(toy_target, MtpConfig()), five, packs[0] + packs[1], BARE
+    )
     assert rows[0]["loss"] == pytest.approx(value, rel=1e-4)
     assert rows[0]["gradient_norm"] == pytest.approx(norm(first), rel=1e-3)
 
@@ -144,7 +146,8 @@ def test_five_packs_by_two_are_three_steps_each_a_mean_over_its_goals(
     assert rows[2]["loss"] == pytest.approx(value, rel=1e-4)
     close(moments(third), last)
     separate = [
-        gradient(toy_target, build(toy_target, MtpConfig()), five, pack, BARE)[0] for pack in packs[:2]
+        gradient(toy_target, build(toy_target, MtpConfig()), five, pack, BARE)[0]
+        for pack in packs[:2]
     ]
     assert sum(separate) / 2 != pytest.approx(rows[0]["loss"], rel=1e-2), (
         "a mean of means would be seen"

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from accelerate import Accelerator
 from mtp_train.cli.job import Job
 from mtp_train.core.dist import Ranks
 from mtp_train.core.errors import UserError
-from mtp_train.core.provenance import write_json
+from mtp_train.core.provenance import read_json, write_json
 from mtp_train.core.records import Accounting
 from mtp_train.engine.engine import Engine, EngineConfig
 from mtp_train.engine.propose import ChainProposer
@@ -53,11 +54,12 @@ SERVING_PYTHON = HERE.parent / ".venv-serving" / "bin" / "python"
 def main() -> int:
     args = parse_args()
     try:
-        rows = [compare_run(args), overfitted(args)]
+        rows = [recorded(args)] if args.result else [compare_run(args), overfitted(args)]
+        if not args.result:
+            write_json(args.run / "serving" / "comparison.json", rows)
     except UserError as error:
         print(f"verify-serving: error: {error}", file=sys.stderr)
         return 2
-    write_json(args.run / "serving" / "comparison.json", rows)
     failures = [failure for row in rows for failure in row["failures"]]
     print(
         "\n".join(f"verify-serving: FAILED: {failure}" for failure in failures)
@@ -76,6 +78,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--k", type=int, default=3)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--batch", type=int, default=8, help="sequences at once")
+    parser.add_argument(
+        "--result", type=Path, help="compare with this output of serve_vllm.py instead of serving"
+    )
+    parser.add_argument(
+        "--head", type=Path, help="with --result: the exported head that was served"
+    )
     return parser.parse_args()
 
 
@@ -84,21 +92,38 @@ def compare_run(args: argparse.Namespace) -> dict[str, Any]:
     job = Job([f"recipe={args.recipe}", f"run={args.run}"])
     job.folder.require("export")
     answers = read_answers(job.folder.answers("heldout"), Accounting())[: args.prompts]
-    target, folder = job.target(), job.folder.export("mimo_mtp")
-    theirs = serve(args, target, folder, answers, "heldout")
-    requests = as_requests(answers, args.max_new_tokens, stop_tokens(job.tokenizer))
-    head = import_head(folder, target)
-    free = run_ours(target, head, requests, args)
-    outputs = theirs.pop("outputs")
-    scripted = [
-        Request(r.key, r.prompt, len(o), r.stop_tokens, o)
-        for r, o in zip(requests, outputs, strict=True)
+    folder = job.folder.export("mimo_mtp")
+    theirs = serve(args, job.target(), folder, [answer.prompt_ids for answer in answers], "heldout")
+    return compare(job, import_head(folder, job.target()), theirs, args)
+
+
+def recorded(args: argparse.Namespace) -> dict[str, Any]:
+    """Any exported head against a recorded vLLM run of it."""
+    if args.head is None:
+        raise UserError("--result needs the head that was served", "no --head", "name its folder")
+    job = Job([f"recipe={args.recipe}"])
+    theirs = vllm_figures(read_json(args.result))
+    return compare(job, import_head(args.head, job.target()), theirs, args)
+
+
+def compare(
+    job: Job, head: MtpHead, theirs: dict[str, Any], args: argparse.Namespace
+) -> dict[str, Any]:
+    """Our counters beside vLLM's, along its text and running free."""
+    prompts, outputs = theirs.pop("prompts"), theirs.pop("outputs")
+    stop = stop_tokens(job.tokenizer)
+    asked = [
+        Request(str(index), prompt, args.max_new_tokens, stop)
+        for index, prompt in enumerate(prompts)
     ]
-    same_text = run_ours(target, head, scripted, args)
+    scripted = [
+        replace(request, max_new_tokens=len(output), script=output)
+        for request, output in zip(asked, outputs, strict=True)
+    ]
+    same_text = run_ours(job.target(), head, scripted, args)
+    free = run_ours(job.target(), head, asked, args)
     dtype = job.config["target"]["dtype"]
-    print(
-        f"\n{len(answers)} held-out prompts, k = {args.k}, greedy, {dtype}, vLLM {theirs['version']}"
-    )
+    print(f"\n{len(prompts)} prompts, k = {args.k}, greedy, {dtype}, vLLM {theirs['version']}")
     show("vLLM", theirs)
     show("ours, along vLLM's text", figures(same_text, args.k))
     show("ours, running free", figures(free, args.k))
@@ -109,12 +134,13 @@ def compare_run(args: argparse.Namespace) -> dict[str, Any]:
     print(
         f"  texts: {same} of {len(outputs)} equal; the others part at near-ties, at tokens {sorted(parted)[:8]}"
     )
+    ours = figures(same_text, args.k)
     return {
         "check": "export",
         "vllm": theirs,
-        "ours": figures(same_text, args.k),
+        "ours": ours,
         "ours_free": figures(free, args.k),
-        "failures": gaps(theirs, figures(same_text, args.k)),
+        "failures": gaps(theirs, ours),
     }
 
 
@@ -130,7 +156,8 @@ def overfitted(args: argparse.Namespace) -> dict[str, Any]:
         head = overfit(target, answer, Path(scratch))
         folder = args.run / "serving" / "overfitted"
         export_head(head, target, ExportConfig(), folder, {})
-        theirs = serve(args, target, folder, [answer], "overfitted")
+        theirs = serve(args, target, folder, [answer.prompt_ids], "overfitted")
+    theirs.pop("prompts")
     output = theirs.pop("outputs")[0]
     request = Request(
         answer.key, answer.prompt_ids, len(output), stop_tokens(job.tokenizer), output
@@ -174,7 +201,11 @@ def overfit(target: Target, answer: Answer, scratch: Path, epochs: int = 150) ->
 
 
 def serve(
-    args: argparse.Namespace, target: Target, head: Path, answers: Sequence[Answer], name: str
+    args: argparse.Namespace,
+    target: Target,
+    head: Path,
+    prompts: Sequence[tuple[int, ...]],
+    name: str,
 ) -> dict[str, Any]:
     """Serve the prompts in stock vLLM; its counters and outputs."""
     if not SERVING_PYTHON.is_file():
@@ -185,12 +216,10 @@ def serve(
         )
     folder = args.run / "serving"
     folder.mkdir(parents=True, exist_ok=True)
-    prompts, out = folder / f"{name}-prompts.jsonl", folder / f"{name}-vllm.json"
-    prompts.write_text(
-        "".join(json.dumps({"prompt_ids": list(answer.prompt_ids)}) + "\n" for answer in answers),
-        encoding="utf-8",
-    )
-    print(f"verify-serving: vLLM serves {len(answers)} prompts ({name})", flush=True)
+    asked, out = folder / f"{name}-prompts.jsonl", folder / f"{name}-vllm.json"
+    lines = [json.dumps({"prompt_ids": list(prompt)}) + "\n" for prompt in prompts]
+    asked.write_text("".join(lines), encoding="utf-8")
+    print(f"verify-serving: vLLM serves {len(prompts)} prompts ({name})", flush=True)
     command = [
         str(SERVING_PYTHON),
         str(HERE / "serve_vllm.py"),
@@ -203,7 +232,7 @@ def serve(
     ]
     command += [
         "--prompts",
-        str(prompts),
+        str(asked),
         "--k",
         str(args.k),
         "--max-new-tokens",
@@ -228,6 +257,7 @@ def vllm_figures(result: dict[str, Any]) -> dict[str, Any]:
         "per_position": named["per_position_unconditional"],
         "acceptance_rate": named["acceptance_rate"],
         "version": result["vllm_version"],
+        "prompts": [tuple(row["prompt_ids"]) for row in result["outputs"]],
         "outputs": [tuple(row["output_ids"]) for row in result["outputs"]],
     }
 
@@ -237,10 +267,6 @@ def run_ours(
 ) -> list[Completion]:
     engine = Engine(target, ChainProposer(target, head, args.k), EngineConfig(max_batch=args.batch))
     return engine.generate(requests)
-
-
-def as_requests(answers: Sequence[Answer], limit: int, stop: frozenset[int]) -> list[Request]:
-    return [Request(answer.key, answer.prompt_ids, limit, stop) for answer in answers]
 
 
 def figures(completions: Sequence[Completion], drafts: int) -> dict[str, Any]:

@@ -37,8 +37,10 @@ class EvaluateConfig:
         drafts: k, drafted tokens per step.
         max_new_tokens: longest output.
         temperature: of the sampled run beside the greedy one.
+        sampled_prompts: prompts per set of the sampled run, evenly over the set.
         speed_prompts: prompts of the speed run at batch 1 (evenly over the first set; 0 leaves it out).
         lossless_prompts: prompts per set compared in float32 (0 leaves it out).
+        lossless_tokens: longest output compared.
         reference_prompts: of these, compared with transformers' generate too.
         examples: outputs shown token by token in the report.
     """
@@ -46,8 +48,10 @@ class EvaluateConfig:
     drafts: int = 3
     max_new_tokens: int = 128
     temperature: float = 1.0
+    sampled_prompts: int = 1000
     speed_prompts: int = 6
     lossless_prompts: int = 1000
+    lossless_tokens: int = 128
     reference_prompts: int = 4
     examples: int = 6
     seed: int = 0
@@ -89,14 +93,14 @@ def measure_acceptance(
     figures: dict[str, Any] = {}
     first: list[Completion] = []
     for prompts in sets:
+        some = spread(prompts.requests, config.sampled_prompts)
         figures[prompts.name] = {}
-        for mode, temperature in (("greedy", 0.0), ("sampled", config.temperature)):
-            done = _run(
-                engine,
-                prompts.requests,
-                Sampling(temperature, config.seed),
-                f"evaluate {prompts.name} {mode}",
-            )
+        for mode, temperature, requests in (
+            ("greedy", 0.0, prompts.requests),
+            ("sampled", config.temperature, some),
+        ):
+            what = f"evaluate {prompts.name} {mode}"
+            done = _run(engine, requests, Sampling(temperature, config.seed), what)
             figures[prompts.name][mode] = acceptance(
                 done, prompts.categories, temperature, config.drafts
             )
@@ -116,7 +120,9 @@ def measure_lossless(
     `target` should be in float32: bfloat16 has ties at every step.
     """
     requests = [
-        request for prompts in sets for request in prompts.requests[: config.lossless_prompts]
+        replace(request, max_new_tokens=min(request.max_new_tokens, config.lossless_tokens))
+        for prompts in sets
+        for request in prompts.requests[: config.lossless_prompts]
     ]
     plain = _run(Engine(target, None, engine_config), requests, Sampling(), "lossless plain")
     proposer = ChainProposer(target, copy.deepcopy(head), config.drafts)

@@ -5,13 +5,14 @@
 makes three files beside this script (`--out-dir` puts them elsewhere), with rows of the form
 `{"id": ..., "category": ..., "messages": [{"role": "user", "content": ...}]}`:
 
-  prompts_train.jsonl     1200 rows in three categories: how_to, word_problem, note_summary
-  prompts_heldout.jsonl     48 rows, the same three categories
-  prompts_ood.jsonl         16 rows from outside that workload, written by hand (ood_*)
+  prompts_train.jsonl     1200 rows in two categories: how_to, word_problem
+  prompts_heldout.jsonl     48 rows, the same two categories
+  prompts_ood.jsonl         24 rows from outside that workload, written by hand (ood_*)
 
-The categories take turns, so every prefix of a file holds them in equal share. All text here was
-written for this recipe; nothing is copied from a data set. The same seed and the same script give
-the same bytes: choices use only `random.random()`, whose sequence Python keeps between versions.
+The two categories take turns, so every prefix of a file holds them in equal share; every third row
+of prompts_ood.jsonl is a note to summarise (ood_note). All text here was written for this recipe;
+nothing is copied from a data set. The same seed and the same script give the same bytes: choices
+use only `random.random()`, whose sequence Python keeps between versions.
 The word problems have whole-number answers at every step (checked as they are drawn; the answers
 are not written out, since training uses the model's own replies).
 
@@ -21,12 +22,11 @@ What is held out (prompts_heldout.jsonl against prompts_train.jsonl):
     dishes, faults, cities, whole how-to tasks, ...) is kept for the held-out file. Calendar words
     and the few banks named in SHARED_BANKS are not divided. A training row in which a held-out
     entry turns up by another way, as a whole phrase, is thrown away.
-  * Templates. The how-to families in HELD_FAMILIES, the story shapes in HELD_STORIES and the note
-    kinds in HELD_NOTES occur in no training row. In each category of the held-out file, rows
-    0, 2, 4, ... use these, with the question frames, leads, endings and summary requests that
-    STYLE_BANKS keeps for them; rows 1, 3, 5, ... use templates and frames that training has too,
-    but held-out words. (Constraints such as "without a drill" and the words written into a
-    template are not divided.)
+  * Templates. The how-to families in HELD_FAMILIES and the story shapes in HELD_STORIES occur in
+    no training row. In each category of the held-out file, rows 0, 2, 4, ... use these, with the
+    question frames, leads and endings that STYLE_BANKS keeps for them; rows 1, 3, 5, ... use
+    templates and frames that training has too, but held-out words. (Constraints such as "without
+    a drill" and the words written into a template are not divided.)
   * Content. Held-out rows come first, from seeds of their own; a training row (and a held-out
     row) too close to an earlier one, by the share of word trigrams in common, is thrown away.
 """
@@ -39,18 +39,19 @@ from pathlib import Path
 
 TRAIN_ROWS = 1200
 HELDOUT_ROWS = 48
-CATEGORIES = ("how_to", "word_problem", "note_summary")
+OOD_ROWS = 24
+CATEGORIES = ("how_to", "word_problem")
 # A row is refused when it shares more than this part of its word trigrams with an earlier row.
-MAX_OVERLAP = {"how_to": 0.40, "word_problem": 0.36, "note_summary": 0.33}
-# Fewest and most words in a prompt (for note_summary, in the note without the request).
-WORDS = {"how_to": (5, 30), "word_problem": (20, 55), "note_summary": (40, 88)}
+MAX_OVERLAP = {"how_to": 0.40, "word_problem": 0.36}
+# Fewest and most words in a prompt (for ood_note, in the note without the request).
+WORDS = {"how_to": (5, 30), "word_problem": (20, 55), "ood_note": (40, 90)}
 
 # ---------------------------------------------------------------------------------------------
 # Word banks. Entries are parted by ";". Every sixth entry of a bank is held out.
 # ---------------------------------------------------------------------------------------------
 
 BANK_TEXT = {
-    # Shared by all categories.
+    # Shared by both categories.
     "name": """Alex; Sam; Robin; Kim; Noor; Ari; Jules; Sasha; Remy; Charlie; Rowan; Toni; Mika;
         Lee; Kai; Ash; Eden; Jo; Quinn; Sky; Dana; Jamie; Morgan; Taylor; Casey; Riley; Avery;
         Jordan; Parker; Reese; Emery; Finley; Harper; Hayden; Jesse; Kerry; Leslie; Marley; Nico;
@@ -362,151 +363,22 @@ BANK_TEXT = {
         paragraph, please.; Add one safety tip.; No jargon, please.; Start with what I need.; Give
         me the short version.; Put the most important thing first.; Tell me roughly how long it
         takes.""",
-    # Summary requests: {note} is the note.
-    "ask": """Summarise this note in two sentences: // {note}; {note} // Summarise the note above
-        in two sentences.; Please give me a two-sentence summary of this message: // {note}; In two
-        sentences, what does this note say? // {note}; Read the note below and sum it up in one or
-        two sentences. // {note}; What are the main points here? // {note}; {note} // Boil this
-        down to two short sentences.; Shorten this to the essentials: // {note}; TL;DR in two
-        sentences, please: // {note}; {note} // What is the key message? Two sentences at most.; I
-        missed this. Can you sum it up briefly? // {note}; Give me the gist in a single sentence:
-        // {note}; Condense the following note for {group}, in two sentences: // {note}; {note} //
-        Please write a short summary for {name}.; Summarize the text below in at most 30 words. //
-        {note}; Who has to do what, according to this note? Answer in two sentences. // {note};
-        {note} // In brief: what happened and what comes next?; Turn this into a two-line summary:
-        // {note}; Note to summarise: "{note}" Use two sentences.; Could you shorten this for the
-        notice board? Two sentences. // {note}; {note} // Sum up, keeping the dates and numbers.;
-        Make a brief summary of the note from {name}: // {note}; Summarise in two plain sentences,
-        without details: {note}; {note} // Can I have that in two sentences?; I need the short
-        version of this: // {note}; Write one sentence that captures this note: // {note}; Please
-        summarise what was written here: // {note}; {note} // Give a summary in two sentences for
-        someone in a hurry.; Rewrite as a summary of no more than two sentences. // {note}; Pick
-        out the most important facts in this note and put them in two sentences. // {note}""",
-    # Notes.
-    "team": """the sales team; facilities; the kitchen; accounts; the board; customer care; the
-        night crew; the workshop team; marketing; the front desk team; logistics; the volunteers;
-        the design group; the youth group; human resources; the allotment committee; the web team;
-        the cleaning crew""",
+    # Word problems.
     "goods": """folding chairs; toner cartridges; coffee beans; desk lamps; fleece blankets;
         cardboard boxes; paint rollers; flour sacks; shower curtains; safety gloves; wine glasses;
         oat milk cartons; ceiling tiles; garden hoses; hand towels; name badges; extension leads;
         freezer bags; door locks; first-aid kits; ring binders; apple juice crates; floor mats;
         bike helmets; whiteboard pens; soup bowls; dust masks; bamboo canes; tea towels; wall
         brackets; compost bags; serving trays""",
-    "machine": """the boiler; the goods lift; the coffee machine; the dishwasher; the main gate;
-        the ventilation unit; the card reader; the forklift; the projector; the ice maker; the
-        alarm panel; the floor polisher; the water pump; the oven in the canteen; the roller
-        shutter; the paper cutter; the hand dryer; the walk-in fridge; the pottery kiln; the
-        treadmill; the ticket printer; the heat pump""",
-    "symptom": """makes a grinding noise; stops after ten minutes; shows error code {11-79}; smells
-        of burning; will not start on the first try; runs hot; trips the fuse; shakes badly; gets
-        louder every day; beeps without reason; reacts very slowly; switches itself off at night;
-        shows a red light; jams twice a day; works only after a reset; hums all the time; needs a
-        kick to start; loses its settings""",
-    "part": """filter; drive belt; door seal; fuse; pressure valve; fan blade; hinge; sensor;
-        gasket; bearing; power cable; thermostat; spring; switch; drain hose; control board; lamp;
-        battery pack""",
-    "decision": """move the deadline to {day}; hire one more part-time helper; drop the printed
-        leaflet; keep the old price list until {month}; ask {company} for a new quote; test the new
-        rota for a month; paint {room} over the holidays; open an hour later on {day}s; cancel the
-        second workshop; use one shared calendar; buy a used van; lower the ticket price; send the
-        survey again; postpone the move to {room}; change the cleaning contract; order samples
-        first; split the project in two parts; meet every second week; limit each stand to two
-        tables; try a cheaper supplier; ban food in {room}; write a short guide for new staff;
-        extend the trial by {2-6} weeks; raise the deposit to {20-90/10} euros""",
-    "problem": """the budget is {200-900/50} euros over plan; two volunteers dropped out; the
-        samples arrived late; nobody has the spare key; the sign-up form does not work on phones;
-        parking is still unsolved; the supplier has not answered; the hall is double-booked;
-        customers find the labels confusing; the stock list is out of date; the noise complaints
-        continue; we have no first-aider on {day}; half of the invoices lack a number; the heating
-        bill doubled; the new chairs are too low; the permit is missing; the flyers have a wrong
-        date; the waiting list keeps growing""",
-    "todo": """call {company}; update the price list; book {room}; collect the keys; check the
-        smoke alarms; send the minutes; compare three quotes; order more {goods}; write to the
-        members; print the badges; clear out {place}; draft the schedule; test the microphones;
-        return the borrowed tent; take photos of the damage; find a new date; ask {name} about the
-        contract; count the cash box; train the new helpers; fix the link on the website; prepare a
-        shopping list; arrange a taxi; translate the sign; water the plants""",
     "reason": """a burst pipe; a family matter; a train strike; illness; a power cut; roadworks on
         {street}; a booking mistake; low numbers; heavy rain; a late delivery; a broken lift; a
         school holiday; a lost key; a staff shortage; bad weather; a software update; a fire drill;
         a clash with {event}""",
-    "pet_named": """Biscuit the cat; Olive the spaniel; Pickle the parrot; Mango the rabbit; Tofu
-        the tabby; Bramble the terrier; Waffle the guinea pig; Juniper the collie; Pepper the
-        kitten; Noodle the dachshund; Clover the hamster; Domino the old tomcat; Hazel the
-        retriever; Fig the tortoise; Scout the beagle; Marble the cockatiel; Poppy the sheepdog;
-        Otto the goose; Sesame the foal; Rusty the setter""",
-    "system": """the booking site; the shared drive; the payroll system; the phone line; the door
-        access system; the online shop; the email server; the till software; the time clock; the
-        backup server; the guest Wi-Fi; the library catalogue; the ticket queue; the newsletter
-        tool; the camera system; the stock database""",
-    "it_cause": """an expired certificate; a full disk; a faulty switch; a wrong setting; an
-        unplanned update; a cut cable; too many logins at once; a forgotten password change; a
-        broken power supply; a bad import file; a typing error in the address; an overheated
-        server; a lost connection to the provider; a duplicate user account""",
-    "vehicle": """the blue van; the early train; a rental car; the night bus; the airport shuttle;
-        {name}'s estate car; the ferry; a minibus; the tram; the cargo bike; the 7:40 coach; a
-        taxi; the club's trailer; the slow train""",
-    "sight": """the harbour museum; the old market hall; the botanical garden; a pottery studio;
-        the castle hill; the textile factory; a boat tour; the science centre; the cathedral tower;
-        a cheese dairy; the modern art gallery; a street food court; the city archive; the river
-        path; the tram museum; the observatory""",
-    "skill_course": """the new till; safe lifting; first aid; the stock scanner; fire
-        extinguishers; the booking form; food hygiene; data protection; the coffee grinder;
-        conflict talks; the pallet truck; spreadsheet basics; telephone manner; chainsaw safety;
-        the label printer; allergen rules""",
-    "menu_item": """the beetroot burger; the pea soup; the almond cake; the breakfast bowl; the
-        mushroom toast; the fish pie; the lentil salad; the cold brew; the pumpkin ravioli; the
-        cheese board; the rhubarb tart; the noodle box; the chilli wrap; the oat cookie; the kale
-        pesto; the carrot dip""",
-    "taste": """too salty; a bit dry; slow to prepare; popular with families; too sweet; better the
-        next day; hard to carry; short of flavour; larger than needed; perfect with lemon; burnt at
-        the edge; too expensive to make; pleasantly crisp; watery; very filling; pale in colour""",
-    "found": """a grey scarf; a child's rucksack; a silver bracelet; two umbrellas; a phone in a
-        green case; a bunch of keys; reading glasses; a flute case; a metal lunch tin; a walking
-        stick; a red glove; a swimming bag; a library card; a teddy bear; a black wallet; a pair of
-        earrings; a folded map; a knitted hat; a camera strap; one football boot; a thermos flask;
-        a blue cardigan; a hearing aid; a wedding ring""",
-    "book": """a novel about a lighthouse; a history of tea; a detective story; a memoir of a
-        nurse; a collection of short stories; a book on bees; a family saga; a travel diary; a
-        science fiction tale; a graphic novel; a biography of a pilot; letters from a prison; a
-        ghost story; a play about bakers; a thriller set on a train; a novel in verse; a book about
-        maps; a story of two sisters""",
-    "aside": """The blue ladder is back in {place}.; {name} found a cheaper way to post letters.;
-        Somebody parked on the lawn again.; The kettle trips the fuse when the toaster is on.; A
-        photographer comes by around {time}.; Do not use the side door, it sticks.; {name} has a
-        new phone number.; The good scissors have disappeared.; We had a visit from the fire
-        inspector, all fine.; The clock in {room} is {4-12} minutes slow.; There is cake from
-        {name}'s birthday in the fridge.; The neighbour's cat got in twice.; Snow is forecast for
-        {day}.; Our old sign still hangs on {street}.; {name} is looking for a flat near {street}.;
-        The recycling was not collected.; Someone borrowed the trolley without asking.; The coffee
-        fund is empty.; {company} sent a calendar as a present.; Strong tea helped.; The lights in
-        {place} stay on all night.; {name} lost a bet and brings biscuits.; It was the hottest day
-        since {month}.; A school class asked for a tour.; The door code changes on {3-28} {month}.;
-        The window in {room} was open all weekend.; We used the last of the stamps.; {name} and
-        {name} are now engaged.; One chair in {room} has a loose leg.; The radio said there would
-        be traffic jams.; {name} sends greetings from {city}.; The first-aid box was moved to
-        {place}.; The new mop is excellent.; A bee nest hangs under the roof.; The spare bulbs are
-        in a tin behind the paint.; We are collecting old glasses for a charity.; The rubbish bags
-        from {company} tear too easily.; {name} will be fifty in {month}.; Nobody claimed the prize
-        of the raffle.; The bus on {street} runs every {12-40} minutes.; The piano was tuned for
-        {60-140/10} euros.; The dog next door barks at the postman.; The password is not written
-        down here on purpose.; A local paper wants to interview {name}.; The wall in {place} has
-        fresh paint, do not touch it.; We saw a fox near the bins.; The tap in {room} runs brown
-        for a minute.; Please speak quietly on the stairs.; {name} fixed the wobbly table with a
-        folded card.; The thermometer in {place} showed {3-9} degrees.; The fish tank was cleaned
-        by {name}.; A bag of sand is ready in case of ice.; The guest book is full.; {name} has
-        started a course in {city}.; Last year it was the same.; The label maker needs new tape.;
-        It took three of us to carry it.; The smell of paint is almost gone.; {name} took the wrong
-        coat home.; An old friend from {city} dropped in.""",
-    "crop": """the tomatoes; the beans; the onions; the apple trees; the strawberries; the leeks;
-        the pumpkins; the potatoes; the roses; the lettuces; the beetroots; the raspberries; the
-        peas; the cucumbers; the sunflowers; the dahlias; the cabbages; the plum trees""",
 }
 
 SHARED_BANKS = {"day", "month", "time", "span"}  # not divided into train and held-out
 # In these, held-out entries go with held-out templates only.
-STYLE_BANKS = {"frame", "ask", "lead", "home_lead", "ending"}
+STYLE_BANKS = {"frame", "lead", "home_lead", "ending"}
 
 # ---------------------------------------------------------------------------------------------
 # how_to: families of tasks by domain, and constraints that fit a domain.
@@ -667,7 +539,7 @@ def how_to(writer, family):
         text += " " + writer.write("{ending}")
     if rng.random() < 0.08:  # typed in a hurry
         text = text[0].lower() + text[1:].rstrip("?.")
-    return text, text
+    return text
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1288,18 +1160,18 @@ def draw_numbers(rng, name):
         values = {key: pick_number(rng, *span) for key, span in numbers.items()}
         distinct = len(set(values.values())) == len(values)
         if distinct and all(whole(step) for step in steps(**values)):
-            return values, round(steps(**values)[-1])
+            return values
 
 
 def word_problem(writer, name):
     """One arithmetic story of two or three steps."""
-    values, _ = draw_numbers(writer.rng, name)
+    values = draw_numbers(writer.rng, name)
     text = writer.write(pick(writer.rng, STORIES[name][2]), values)
     if writer.rng.random() < 0.2:
         text = pick(writer.rng, OPENINGS) + text
     elif writer.rng.random() < 0.25:
         text += pick(writer.rng, CLOSINGS)
-    return text, text
+    return text
 
 
 OPENINGS = (
@@ -1321,741 +1193,6 @@ CLOSINGS = (
     " How did you work it out?",
 )
 
-
-# ---------------------------------------------------------------------------------------------
-# note_summary: kinds of notes. A kind is a list of slots parted by empty lines; a line that
-# starts with "|" begins another wording of the slot. The first and last slots are always used,
-# some of those between are left out.
-# ---------------------------------------------------------------------------------------------
-
-NOTE_TEXT = {
-    "meeting": """
-        Meeting notes, {day}, {room}.
-        | Notes from the {day} meeting of {team}.
-        | Minutes: {team}, {time}, {3-14} people present.
-
-        {name} reported that {problem}.
-        | The main point was that {problem}.
-        | We first heard from {name}: {problem}.
-
-        After [a short|a long|some] discussion the group agreed to {decision}.
-        | It was decided to {decision}.
-        | {name} proposed to {decision}, and [nobody objected|most were in favour|the vote was
-          {4-9} to {1-3}].
-
-        A second topic was {event}: {name} will {todo} and {name} will {todo}.
-        | For {event} we still need {12-60/4} {goods}.
-        | {name} asked whether the [costs|times|tasks] for {event} are settled. They are not.
-
-        {problem}, so we may also have to {decision}.
-        | Nobody knows yet why the figures for {month} are missing.
-        | [Thanks|A big thank you] to {name} for [the cake|stepping in|the clear slides].
-
-        Before the next meeting {name} should {todo}.
-        | Next meeting: {day}, {time}, [same place|{room}|online].
-        | Action for {name}: {todo}. Deadline is {day}.
-    """,
-    "delivery": """
-        Delivery note from {company} for {street} {3-98}.
-        | Hello, this is {company} about order {1200-9800}.
-        | Goods received at {room} on {day}, {time}.
-
-        The driver left {4-40} [boxes|crates|bundles] of {goods} and {2-12} of {goods}.
-        | We unloaded {10-60} {goods}, but {2-8} were damaged [in transit|by water|at the corners].
-        | Of the {24-90/6} {goods} you ordered, {6-20} are on back order until {month}.
-
-        The {goods} were not on the truck and should follow on {day}.
-        | The invoice lists {goods} that nobody here ordered.
-        | Two pallets were mixed up with an order for {city}.
-
-        {name} signed for the goods and put them in {place}.
-        | Nobody answered the bell, so the parcel is with [the neighbour|the bakery next
-          door|{name} in {room}].
-        | Because of {reason}, the truck came {2-5} hours late.
-
-        Please keep the pallets, they will be collected on {day}.
-        | Fragile items are marked with a [red|yellow] sticker and must not be stacked.
-        | The box with the broken seal was photographed and set aside.
-
-        Report anything missing to {name} by {day}.
-        | Payment of {120-980/10} euros is due by the end of {month}.
-        | Next delivery window: {day}, before {time}.
-    """,
-    "maintenance": """
-        Maintenance log, {room}: {machine}.
-        | Service report for {machine}, {day} {time}.
-        | Log entry by {name} about {machine}.
-
-        Staff said that it {symptom}, [mostly in the morning|since {month}|after every cleaning].
-        | On arrival I found that it {symptom}.
-        | Fault as reported: it {symptom} and sometimes {symptom}.
-
-        The {part} was worn, so I replaced it and cleaned the {part}.
-        | I tightened the {part}, but the {part} will not last another {2-6} months.
-        | The cause was a loose {part}. Repair took {20-90/5} minutes.
-
-        A new {part} was ordered from {company} for about {30-240/10} euros.
-        | We had no spare {part} in stock.
-        | The old {part} is kept in {place} in case the supplier wants it.
-
-        A test run of {10-60/5} minutes showed no further trouble.
-        | It now works, though it is louder than it should be.
-        | Until then it must not be used without supervision.
-
-        Next check is due in {month}.
-        | {name} has the key to the panel and knows about the reset.
-        | Please tell {name} if it {symptom} again.
-    """,
-    "travel": """
-        Travel plan for {city}, {2-6} people, first week of {month}.
-        | Hi all, here is how we get to {city} on {day}.
-        | Trip notes: {city} and {city}.
-
-        We leave from {street} at {time} with {vehicle} and change once in {city}.
-        | {name} drives [the van|a rental car|the old estate car], the others follow by train and
-          arrive around {time}.
-        | The [cheapest|fastest] way is {vehicle}, which takes about {3-9} hours.
-
-        The rooms are booked for {2-6} nights at {60-140/5} euros a night, breakfast included.
-        | We stay with {name}, who has {2-5} spare beds and a cat.
-        | The first hotel was full because of {event}, so we are {2-9} km outside.
-
-        On {day} we visit {sight}, and in the afternoon there is time for {sight}.
-        | {name} would like to see {sight}; tickets must be bought {2-10} days ahead.
-        | If it rains we swap the walk for {sight}.
-
-        Please bring [good shoes|a passport|a rain coat|swimwear|cash] and tell {name} about
-          allergies.
-        | Luggage is limited to one bag of {8-20} kg.
-        | The tickets are in the shared folder, {name} has paper copies.
-
-        We are back on {day} at about {time}.
-        | Everyone owes {name} {40-180/5} euros by {day}.
-        | Call {name} if you miss the connection.
-    """,
-    "house_sitting": """
-        Dear {name}, thanks for looking after the house while we are in {city}.
-        | Notes for the house sitter, {street} {2-80}.
-        | Hi {name}, here is what to know until we return on {day}.
-
-        {pet_named} eats at {time} and again in the evening, {40-120/10} grams each time.
-        | {pet_named} hides when the bell rings, so please close the door to {place}.
-        | Please let {pet_named} out twice a day, but not near {street}.
-
-        The [ferns|herbs|palms|seedlings] need water every {2-4} days, the [orchids|cacti|lilies]
-          hardly any.
-        | Bins go out on {day} evening: [paper|glass|food waste] this week, [plastic|garden waste]
-          next week.
-        | The post is in the [blue|metal|left] box, please leave letters from {company} on the
-          table.
-
-        [The boiler|The dishwasher|The oven|The doorbell|The television] {symptom}; just turn it
-          off and wait {5-20} minutes.
-        | If the lights fail, the fuse box is in {place} behind the [coats|ladder|brooms].
-        | The heating is set to {16-20} degrees and should stay there.
-
-        A technician from {company} comes on {day} around {time} to look at the {part}.
-        | {name} next door has a spare key and a strong back.
-        | Help yourself to the [plums|brown bread|soup|yogurt] and the [cheese|cake|tea|lemonade].
-
-        We land at {time} on {day}.
-        | In an emergency, call {name}.
-        | Please send a short message every few days.
-    """,
-    "voicemail": """
-        Voicemail for {name}, {time}: this is {name} from {company}.
-        | Message taken by {name} at {time} on {day}.
-        | Hi {name}, it's {name}, I could not reach you on the phone.
-
-        I am calling because {problem}.
-        | The appointment on {day} has to move because of {reason}.
-        | I looked at {machine}, and it still {symptom}.
-
-        We could offer {day} at {time} or {day} at {time} instead.
-        | It would help if someone could {todo} before {day}.
-        | The price would be {80-600/20} euros, which is {10-60/5} more than I first said.
-
-        I also wanted to ask if {name} could {todo}.
-        | By the way, {name} left {found} in our office.
-        | My number is the same, but I am in {city} until {day} and hard to reach.
-
-        {name} already agreed, we only need your word.
-        | No need to bring anything, we have the keys to {room}.
-        | I will send the papers by post to {street}.
-
-        Please call back before {time}.
-        | If I hear nothing by {day}, I will {todo}.
-        | Thanks, and say hello to {name}.
-    """,
-    "handover": """
-        Handover from the [early|late|night] shift, {day}.
-        | Shift report {day}, written by {name}.
-        | To whoever opens tomorrow:
-
-        [Quiet|Busy|Strange|Long] shift with {14-90} customers, about {5-30} fewer than last {day}.
-        | {name} went home at {time} because of {reason}.
-        | We had {2-9} complaints, mostly about waiting times.
-
-        {machine} {symptom}, and {company} has been informed.
-        | We are almost out of {goods}; the last {3-12} are in {place}.
-        | {system} was down for {10-50/5} minutes because of {it_cause}.
-
-        A guest in {room} lost {found} and left a phone number.
-        | A customer returned {2-9} {goods} without a receipt, see the note in the drawer.
-        | Someone from {team} asked for {room} on {day} and was told yes.
-
-        The cash box is [short by|over by] {3-18} euros, and I counted it twice.
-        | The floor in {place} is still wet.
-        | I could not finish [the labels|the ironing|the inventory], {name} knows where I stopped.
-
-        Please {todo} first thing.
-        | Do not forget: {name} comes at {time} to {todo}.
-        | Open tasks: {todo}, {todo}.
-    """,
-    "event_plan": """
-        Plan for {event}, {day} {3-28} {month}.
-        | Notes on {event} so far.
-        | {event}: who does what.
-
-        We expect between {20-40} and {50-120/5} guests and doors open at {time}.
-        | {room} is booked from {time}, and setting up takes {2-4} hours.
-        | {company} lends us {10-60/5} {goods} for {60-200/10} euros.
-
-        {name} and {name} cook {dish} and {dish}; {name} looks after the drinks.
-        | Food comes from {company}, {4-9} euros a head, with a vegetarian choice.
-        | Everyone brings a dish; so far we have {3-6} cakes and no salad.
-
-        The music is still open because {problem}.
-        | If it rains we move everything to {room}.
-        | {name} gives a short speech at {time}, then there is a raffle.
-
-        The budget is {300-900/50} euros, of which {80-280/10} are spent.
-        | We need {3-8} more helpers for clearing up on {day}.
-        | Neighbours on {street} should get a letter about the noise.
-
-        {name} will {todo} by {day}.
-        | Please sign up with {name} before {day}.
-        | Open question: who can {todo}?
-    """,
-    "club_notice": """
-        Notice to all members of the
-          [chess|rowing|gardening|hiking|theatre|sewing|running|astronomy] club.
-        | Club news, {month}.
-        | Dear members, a few announcements.
-
-        From {month} on we meet on {day}s at {time} in {room}.
-        | The [yearly fee|locker fee|late fee] goes up by {3-15} euros, the first change in {4-9}
-          years.
-        | {room} is closed for {2-5} weeks for [roof works|repairs|a new floor|cleaning].
-
-        {name} steps down as [treasurer|secretary|coach|chair], and {name} takes over for now.
-        | We welcome {2-9} new members, among them {name} and {name}.
-        | Congratulations to {name}, who came {3-9}th in {city}.
-
-        At {event} we run a stall and need people who can {todo}.
-        | The trip to {city} has {3-9} places left and costs {40-160/10} euros.
-        | Please return borrowed {goods}; {6-20} are still missing.
-
-        The board voted to {decision}.
-        | Some of you wrote that {problem}; we are working on it.
-        | Lost keys now cost {15-40/5} euros.
-
-        Questions go to {name}.
-        | Please reply by {day} so that we can plan.
-        | The next general meeting is on {3-28} {month}.
-    """,
-    "complaint": """
-        To {company}: I am writing about my order of {goods}.
-        | Complaint received by {team} on {day}.
-        | Dear customer service, this is about {12-48/4} {goods}, order {1200-9800}.
-
-        I paid {45-380/5} euros and expected better quality.
-        | The promised date was {3-12} {month}, and I waited {2-5} weeks longer.
-        | When I opened the box, {2-9} pieces were broken and {2-5} were missing.
-
-        When I called, {name} said that nothing could be done before {day}.
-        | I sent {2-5} emails and got no reply.
-        | Your colleague was friendly but gave me a wrong [form|address|price].
-
-        As a result I had to [buy replacements|cancel a dinner|take a day off|sleep at a friend's
-          place].
-        | This is the second time this year; in {month} the reason was {reason}.
-        | The photos attached show the damage.
-
-        I would like [my money back|a new delivery|a discount of {10-40/5} percent|a written
-          apology].
-        | Apart from that, the [price|packaging|colour|first contact] was good.
-        | I have been a customer for {3-15} years.
-
-        Please answer by {day}.
-        | Otherwise I will change to another supplier.
-        | You can reach me after {time}.
-    """,
-    "inventory": """
-        Stock check in {place}, {day}, done by {name} and {name}.
-        | Inventory notes {month}.
-        | Counting results for {team}.
-
-        We counted {20-90} {goods}, {4-19} fewer than the list says.
-        | There are {100-400/10} {goods}, enough until {month}.
-        | Of the {goods}, only {2-9} are left and {company} needs {2-4} weeks to deliver.
-
-        {3-12} {goods} are past their date and were thrown away.
-        | {5-25} {goods} have water damage after [a burst pipe|a storm|a leak in the roof].
-        | Two shelves of {goods} carry the wrong label.
-
-        The most likely reason is that {problem}.
-        | Items lent out for {event} never came back.
-        | {name} thinks that deliveries were counted twice.
-
-        The value of the missing items is about {60-450/10} euros.
-        | We moved heavy things to the bottom shelf and freed {2-6} square metres.
-        | A colour code would help: red for {team}, blue for {team}.
-
-        {name} orders {goods} today.
-        | Next count in {month}, please plan {2-5} hours.
-        | Suggestion: {decision}.
-    """,
-    "landlord": """
-        Notice to all residents of {street} {3-90}.
-        | Dear tenants, please note the following.
-        | House notice, {month}.
-
-        On {day} between {time} and {time} the [water|power|heating|internet] will be turned off.
-        | {company} will [clean the gutters|replace the windows|read the meters|repair the lift]
-          from {day} on.
-        | Work on {machine} takes {2-8} days longer because of {reason}.
-
-        Please clear {place}, as the workers need {2-4} metres of space.
-        | Someone must be at home, or leave a key with {name}.
-        | Bikes without a name tag will be removed from {place}.
-
-        There will be noise [until noon|from {time}|on {2-5} mornings] and some dust.
-        | Parking in front of the house is not possible until {day}.
-        | The laundry room can be used until {time} only.
-
-        Several of you said that {problem}; we have passed this on.
-        | The side costs rise by {4-18} euros a month from {month}.
-        | We also found {found} near the letter boxes.
-
-        Thank you for your patience.
-        | Questions: {name}, ground floor, {day}s after {time}.
-        | We will inform you when all is done.
-    """,
-    "recipe_trial": """
-        Test kitchen, {day}: {dish}, attempt {2-5}.
-        | Tasting notes for {menu_item.x}, tried by {3-9} people.
-        | Recipe trial at the cafe, {month}.
-
-        We used {100-400/20} grams of {ingredient.x} instead of butter and baked it {5-20} minutes
-          longer.
-        | {name} replaced the {ingredient} with {ingredient} and halved the salt.
-        | The batch was doubled for {20-60/5} portions, and the pan was too small.
-
-        It was {taste}, and two tasters called it {taste}.
-        | Most liked the smell, but it was {taste}.
-        | Compared with last time it is less heavy, though {taste}.
-
-        One portion costs {2-4} euros, which is {20-80/5} cents more than planned.
-        | Preparation took {25-90/5} minutes, too long for a lunch menu.
-        | It keeps for {2-5} days in the fridge.
-
-        If it stays {taste}, it will not go on sale.
-        | Guests often ask for it without {ingredient}.
-        | The supplier {company} cannot promise fresh [thyme|asparagus|peaches|herbs|crab] in
-          {month}.
-
-        Next try: less {ingredient}, and {name} writes down the weights.
-        | It goes on the menu from {day}.
-        | We taste again on {day} at {time}.
-    """,
-    "training": """
-        Recap of the training on {skill_course}, {day}.
-        | Course notes by {name}: {skill_course}.
-        | What we learned about {skill_course} in {room}:
-
-        {name} from {company} taught {6-18} of us for {2-5} hours.
-        | It started late because of {reason}, and the last part was dropped.
-        | Half of the group were new, the others came for the refresher.
-
-        The most important rule: stop, look and tell a colleague before touching anything.
-        | We practised in pairs, and the exercise took {15-50/5} minutes.
-        | Everyone had to explain one step aloud, which {name} did best.
-
-        Two people failed the test and may repeat it in {month}.
-        | The handout is {4-20} pages long and has a checklist on page {2-4}.
-        | A common mistake is to skip the check when it gets busy.
-
-        Participants said the pace was [too fast|about right|a bit slow] and the room too
-          [warm|small|loud].
-        | Several asked for a second part about {skill_course}.
-        | We noticed during the course that {problem}.
-
-        Certificates come by post in {2-6} weeks.
-        | From {month} nobody works here without this course.
-        | {name} will {todo} and share the slides.
-    """,
-    "budget": """
-        Budget note for {month}, prepared by {name}.
-        | Short update on money from {team}.
-        | Figures for {event}, as of {day}.
-
-        We spent {1100-4800/100} euros, about {5-20} percent more than in the month before.
-        | Income was {900-3900/100} euros, mainly from [tickets|fees|rent|a grant|donations].
-        | There are {200-900/20} euros left for the rest of the year.
-
-        The largest item was {goods} at {150-700/10} euros.
-        | Repairs to {machine} cost {120-640/20} euros and were not planned.
-        | {company} raised its prices by {4-15} percent.
-
-        We saved {40-260/10} euros by using the old {goods} again.
-        | A refund of {50-250/10} euros from {company} is still missing.
-        | One problem remains: {problem}.
-
-        To get back on track we could {decision}.
-        | {name} suggests that we {decision}.
-        | No new orders above {100-300/50} euros until {month}, please.
-
-        Receipts must reach {name} by {day}.
-        | The board looks at this on {day}.
-        | A full report follows in {month}.
-    """,
-    "pet_visit": """
-        Vet visit of {pet_named}, {day} {time}.
-        | Update on {pet_named} from the pet hotel.
-        | Sitter's diary: {pet_named}.
-
-        Weight is {3-28} kg, slightly [more|less] than in {month}.
-        | The appetite is [good|poor|better than yesterday], with {50-200/10} grams eaten in the
-          morning.
-        | {pet_named.b} was calm on the way but did not like the scales.
-
-        There is a small wound on the left [paw|ear|wing|leg], cleaned and covered for {2-6} days.
-        | One tooth is loose and should come out in {month}.
-        | The itching comes from dry skin, not from fleas.
-
-        The medicine is given twice a day with food for {5-14} days.
-        | No long walks until {day}, and no stairs if possible.
-        | We changed the food, {2-4} small meals instead of one.
-
-        At night there was some noise, so {name} slept next door.
-        | A walk along {street} went well until a bike came by.
-        | The favourite toy is still {found}.
-
-        The bill was {45-190/5} euros, insurance pays half.
-        | Next appointment: {day} at {time} with {name}.
-        | Please call if there is no change by {day}.
-    """,
-    "it_outage": """
-        Incident note: {system} not available on {day}.
-        | To all users of {system}.
-        | What happened to {system}, written by {name}:
-
-        It went down at {time} and was back {2-6} hours later.
-        | About {12-90} people could not log in for {20-90/5} minutes.
-        | The first report came from {team} at {time}.
-
-        The cause was {it_cause}, which nobody had noticed since {month}.
-        | We suspected {it_cause}, but it turned out to be {it_cause}.
-        | {company} confirmed that {it_cause} was to blame.
-
-        {name} restarted the machine, and {name} restored the copy from {day}.
-        | As a quick fix we moved everything to an old server in {room}.
-        | {3-40} entries made after {time} were lost and must be typed in again.
-
-        No customer data left the house.
-        | During the outage orders were taken on paper.
-        | {system} was also slow, but for another reason.
-
-        To prevent this, {name} will set up an alarm by {day}.
-        | Please change your password by {day}.
-        | We will test the backup every {2-6} weeks from now on.
-    """,
-    "outing": """
-        Letter to families: class trip to {sight.x} on {day}.
-        | Information about the outing to {city}, {3-28} {month}.
-        | Dear parents, we are planning a day at {sight.x}.
-
-        We meet at {time} at the corner of {street} and take {vehicle}.
-        | {18-29} children and {3-5} adults are coming.
-        | The return is planned for {time}, a little later if traffic is bad.
-
-        The cost is {4-19} euros per child, paid in cash to {name}.
-        | The club pays for the tickets, you only pay for lunch.
-        | Families who cannot pay may talk to {name} in private.
-
-        Each child needs [a packed lunch|a water bottle|rain clothes|a sun hat] and shoes that may
-          get dirty.
-        | Phones and toys stay at home.
-        | Please tell us about allergies and medicine before {day}.
-
-        A guide will show how people worked there {60-150/10} years ago.
-        | The children will make {craft} and take it home.
-        | If {sight.x} is closed, we visit {sight} instead.
-
-        Please return the slip by {day}.
-        | We still need {2-4} parents who can help.
-        | Those who stay at home join {name}'s class.
-    """,
-    "repair_quote": """
-        Quote from {company} for {room}.
-        | Summary of the visit by {company} on {day}.
-        | {name} looked at {place} and left this estimate.
-
-        Replacing the {part} and the {part} would cost {180-950/10} euros with labour.
-        | The work would take {2-8} days and start in {month}.
-        | There are two options: a simple repair for {90-280/10} euros or a full exchange for
-          {600-1900/50}.
-
-        The price does not include [painting|waste removal|scaffolding|travel].
-        | If we order before {day}, we get {5-15} percent off.
-        | A deposit of {100-400/50} euros is needed.
-
-        The wall behind is damp, which may come from [a burst pipe|a blocked gutter|last winter].
-        | {machine} is {9-25} years old, so parts are hard to find.
-        | During the work {room} cannot be used.
-
-        {name} got a second offer from {company}, which is {40-300/10} euros cheaper but without a
-          guarantee.
-        | The guarantee is {2-6} years.
-        | Neighbours recommend them, but {name} had a bad experience.
-
-        The offer is valid until {3-28} {month}.
-        | {name} has to decide by {day}.
-        | Please {todo} before we sign.
-    """,
-    "rota_change": """
-        Change to the rota, week of {3-28} {month}.
-        | Hi team, a few swaps because of {reason}.
-        | New duty plan for {team}.
-
-        {name} takes the {day} shift from {name}, starting at {time}.
-        | {name} is away until {day}, and {name} and {name} share the early shifts.
-        | On {day} we close at {time} instead of {time}.
-
-        {name} will be trained in {skill_course} on {day} and cannot be on the desk.
-        | Nobody is free on {day} evening yet.
-        | Two people from {team} will help out on {day}.
-
-        Breaks are {20-45/5} minutes and not all at once.
-        | Overtime of more than {4-10} hours must be used up by {month}.
-        | Please do not swap without telling {name}.
-
-        {event} takes place that week, so expect {20-80/5} more visitors.
-        | Keys for {room} are with {name}.
-        | Remember that {machine} {symptom}.
-
-        Tell {name} by {day} if this does not work for you.
-        | The final plan hangs in {room} from {day}.
-        | Thanks for being flexible.
-    """,
-    "site_visit": """
-        Site visit at {street} {5-90}, {day}, {time}.
-        | Notes after walking through {room} with {name}.
-        | Report on the new rooms for {team}.
-
-        The space is {60-240/10} square metres with {2-6} windows and a low ceiling.
-        | It is bright and quiet, but {place} is too narrow for our {goods}.
-        | Floor and heating are new, the wiring is {15-40} years old.
-
-        Rent would be {700-2400/50} euros a month plus {80-240/10} for heating.
-        | The owner wants a contract of at least {2-6} years.
-        | The present tenant leaves in {month} and would sell us {10-40} {goods}.
-
-        {name} likes it because the bus stops in front; {name} worries about the stairs.
-        | We measured {place}: {machine} would not fit through the door.
-        | One problem: {problem}.
-
-        Before moving in we would have to repaint and {todo}.
-        | {company} could build a wall for {400-1800/100} euros.
-        | Two other groups have seen it as well.
-
-        We should answer by {day}.
-        | Decision at the next meeting, {day} {time}.
-        | My advice: {decision}.
-    """,
-    "cancellation": """
-        Dear all, unfortunately {event} on {day} cannot take place.
-        | Hi {name}, I have to cancel our appointment at {time} on {day}.
-        | Short notice from {company}: the course on {skill_course} is called off.
-
-        The reason is {reason}, and we could not find a replacement.
-        | Only {2-7} people had signed up, and we need at least {8-14}.
-        | {name}, who was going to lead it, has to travel to {city}.
-
-        A new date is planned for {month}, probably a {day}.
-        | Those who paid get {15-90/5} euros back within {2-4} weeks.
-        | Tickets stay valid, or can be returned to {name} until {day}.
-
-        The {goods} that we ordered will be used for {event}.
-        | {dish} that was already made goes to {group}.
-        | {room} is free that day, in case someone wants it.
-
-        We know that some of you had booked {vehicle} and are sorry for the trouble.
-        | This was not an easy choice, as {name} had put {10-40} hours into it.
-        | Please pass this on to {name}, who does not read email.
-
-        Let me know by {day} which date suits you.
-        | We will write again when we know more.
-        | Sorry again and see you soon.
-    """,
-    "customer_order": """
-        Order by phone from {name}, {day} {time}.
-        | Special request for {company}, taken by {name}.
-        | Booking details for {event}.
-
-        They want {20-90/5} {food_unit} and {10-40/5} {food_unit}, half of them without
-          {ingredient}.
-        | The order is for {12-60} guests: {dish}, {dish} and {dish}.
-        | It is about {30-120/10} {goods} with a printed name.
-
-        One guest cannot eat {ingredient}, another is vegan.
-        | Colours should be [green and white|dark blue|yellow|not too bright], like last year.
-        | They asked about {menu_item} too; I told them it is {taste}.
-
-        Pick-up is on {day} at {time} by {vehicle}.
-        | Delivery goes to {room} at {street} {4-70}, ring twice.
-        | Setting up must be finished by {time}.
-
-        I offered a price of {180-900/10} euros, and they want {5-10} percent off.
-        | A deposit of {40-150/10} euros is paid, the rest is due on delivery.
-        | Last time {problem}, so please double-check.
-
-        {name} confirms by {day}.
-        | They will call again on {day} with the final number.
-        | Please keep {10-40/5} {goods} aside for them.
-    """,
-    "survey": """
-        Results of the survey among [guests|members|tenants|staff|visitors], {month}.
-        | We asked {40-180/5} people about {room}.
-        | Feedback collected at {event} by {name}.
-
-        {52-88} percent are happy, {6-14} percent less than last year.
-        | Most answers came from people who visit about {2-6} times a month.
-        | Only {12-38} forms were filled in, so be careful with the numbers.
-
-        The opening hours got the [best|worst] marks, followed by {machine}.
-        | Many praised {name} and the helpful staff.
-        | Nearly a third said that {menu_item} is {taste}.
-
-        The most common complaint: {problem}.
-        | {5-25} people wrote that it is too [loud|dark|cold|crowded] on {day}s.
-        | Young people wish for longer hours, older ones for more [seats|light|parking|quiet].
-
-        Some ideas were new, for example to {decision}.
-        | One person offered to {todo} for free.
-        | A few comments were about {street} and not about us.
-
-        {name} presents the results on {day}.
-        | We will discuss whether to {decision}.
-        | The next survey is planned for {month}.
-    """,
-    "lost_property": """
-        Lost and found list, {room}, {month}.
-        | Found this week by {name}:
-        | Note from the lost property desk.
-
-        {found} was left in {place} on {day} and smells of smoke.
-        | {found} turned up behind {machine}.
-        | A visitor handed in {found} and {found} at {time}.
-
-        A caller from {city} is looking for {found} and offers {10-50/5} euros.
-        | {name} thinks that the owner took part in {event}.
-        | The name inside is hard to read, perhaps {name}.
-
-        We keep things for {2-8} weeks and then give them to {group}.
-        | Valuable items are locked in {room}; {name} has the code.
-        | Food was thrown away at once.
-
-        Please do not hand anything out without a description.
-        | Collect things on {day}s before {time}.
-        | {name} will {todo} and put up a list.
-    """,
-    "garden_log": """
-        Garden diary, {day}, {3-28} {month}.
-        | Allotment notes by {name}, plot {2-60}.
-        | State of the beds in {month}:
-
-        {crop} are {10-60/5} cm high and {crop} have started to flower.
-        | After {weather} we lost about {4-20} plants, mostly {crop}.
-        | We picked {2-14} kg from {crop}, {2-6} kg more than last year.
-
-        {pest} are back, so {name} put a net over {crop}.
-        | Yellow leaves on {crop} may come from too much water.
-        | The rain barrel is empty and the hose leaks near {place}.
-
-        {name} planted {10-60/5} [onions|tulip bulbs|young leeks|marigolds] along the fence.
-        | We turned the compost and spread {3-9} bags on the back bed.
-        | {crop} need support, there are {6-20} canes in {place}.
-
-        Watering next week: {name} and {name}.
-        | On {day} we cut back {shrub}.
-        | Seeds for {month} should be ordered by {day}.
-    """,
-    "carpool": """
-        Carpool to {city}, from {month} on.
-        | Ride plan for the week, by {name}.
-        | Who drives whom to {event}:
-
-        {name} drives on {day} and {day}, leaving {street} at {time} sharp.
-        | There are {3-6} seats in {vehicle} and {2-4} are taken.
-        | {name} joins at {street}, which adds {5-20} minutes.
-
-        Fuel is about {20-60/5} euros a week, shared by everybody in the car.
-        | Whoever drives does not pay for parking.
-        | {name} paid for the last {2-5} trips and gets {15-60/5} euros back.
-
-        On {day} there is no ride because of {reason}.
-        | For the way home, meet at {time} in front of {room}.
-        | {name} gets car sick and sits in front.
-
-        If you are ill, write to {name} before {time}.
-        | New riders are welcome from {month}.
-        | Please confirm your days by {day}.
-    """,
-    "book_club": """
-        Book club, {day} evening at {name}'s place.
-        | Reading circle notes, {month}.
-        | About our last meeting in {room}:
-
-        We talked about {book}, which {3-7} of {8-12} people finished.
-        | {name} chose {book} and explained why it matters.
-        | {book} split the group: half loved it, half gave up.
-
-        {name} found the ending weak, {name} liked the pictures of {city}.
-        | The first {40-120/10} pages are slow, but the middle is gripping.
-        | Nobody agreed on whether the narrator tells the truth.
-
-        There was {dish} and too much tea.
-        | {name} lent out {2-5} copies and would like them back.
-        | We started late because of {reason}.
-
-        Next we read {book}, up to page {90-240/10}.
-        | We meet again on {day} at {time}, {name} hosts.
-        | Suggestions for {month} go to {name}.
-    """,
-}
-HELD_NOTES = ("lost_property", "garden_log", "carpool", "book_club", "pet_visit")
-
-
-def parse_note(text):
-    """Slots of a note kind, each a list of wordings."""
-    slots = re.split(r"\n\s*\n", text.strip())
-    return [[" ".join(alt.split()) for alt in re.split(r"\n\s*\|", slot)] for slot in slots]
-
-
-def note_summary(writer, kind):
-    """A short note with a request to summarise it; returns (prompt, note)."""
-    rng = writer.rng
-    head, *middle, tail = parse_note(NOTE_TEXT[kind])
-    while len(middle) > 2 and rng.random() < 0.35:
-        middle.pop(int(rng.random() * len(middle)))
-    if rng.random() < 0.45:  # a remark beside the point
-        middle.insert(int(rng.random() * (len(middle) + 1)), ["{aside}"])
-    note = writer.write(" ".join(pick(rng, slot) for slot in (head, *middle, tail)))
-    return writer.write("{ask}", {"note": note}).replace(" // ", "\n\n"), note
-
-
 # ---------------------------------------------------------------------------------------------
 # Out of domain, written by hand.
 # ---------------------------------------------------------------------------------------------
@@ -2063,10 +1200,28 @@ def note_summary(writer, kind):
 OOD = (
     ("ood_code", "Write a Python function that returns the second largest value in a list."),
     ("ood_writing", "Write a four-line poem about a lighthouse that has been switched off."),
+    (
+        "ood_note",
+        "Minutes of the allotment committee, Thursday. The water bill went up by 40 euros"
+        " because the tap behind plot 12 had been leaking since May. Ari has changed the washer."
+        " We agreed to buy a second rain barrel, but only if the town pays half of it. Three"
+        " people are on the waiting list, and plot 7 will be free in October. The seed swap"
+        " moves to the last Sunday of the month. Noor is still looking for the key to the shed.\n\n"
+        "Summarise the note above in two sentences.",
+    ),
     ("ood_fact", "Why does the Moon always show the same side to the Earth?"),
     (
         "ood_translation",
         'Translate into French: "The train leaves at seven, and I have not packed yet."',
+    ),
+    (
+        "ood_note",
+        "Handover for the late shift: the dishwasher stopped twice with error 24 and only ran"
+        " again after a reset. A technician comes tomorrow between nine and eleven, so please"
+        " leave the side door unlocked. Until then, wash the glasses by hand. Table 6 is booked"
+        " for a birthday, twelve people, two of them without gluten. There is fresh soup for the"
+        " staff in the blue pot.\n\n"
+        "What are the main points? Two sentences, please.",
     ),
     (
         "ood_roleplay",
@@ -2077,8 +1232,26 @@ OOD = (
         "What does this SQL do?\n\n"
         "SELECT city, COUNT(*) FROM riders GROUP BY city HAVING COUNT(*) > 5;",
     ),
+    (
+        "ood_note",
+        "Hi Robin, thank you for looking after Pickle while we are away. He gets one scoop of"
+        " food in the morning and one at night, never more, whatever he tells you. His drops are"
+        " in the fridge door; give him three on Monday and three on Thursday. He hides under the"
+        " bed when it thunders, just leave him there. If he stops eating, call the vet, the"
+        " number is on the calendar. We are back on Sunday evening.\n\n"
+        "Give me the gist of this in a single sentence.",
+    ),
     ("ood_writing", "Write a short love letter from a cactus to the rain."),
     ("ood_fact", "Name three rivers that flow through more than one country in Africa."),
+    (
+        "ood_note",
+        "To all flats: the lift will be out of use from Tuesday to Friday because both cables"
+        " are being replaced. The work starts at eight and will be noisy on the upper floors."
+        " Anyone who cannot manage the stairs should ring the office by Monday, and we will find"
+        " help with shopping and bins. Deliveries can be left in the bike room, which will stay"
+        " open during the day.\n\n"
+        "Could you shorten this for the notice board? One or two sentences.",
+    ),
     (
         "ood_translation",
         'How do you say "Could you speak a little more slowly?" in Spanish, German and Italian?',
@@ -2088,10 +1261,28 @@ OOD = (
         "Fix this JavaScript:\n\nfunction add(a, b) { retrun a + b }\nconsole.log(add(2 3));",
     ),
     (
+        "ood_note",
+        "Trip report, day two. We missed the early ferry since the bus from the hotel came"
+        " twenty minutes late, and the next one only left at noon. So the lighthouse had to"
+        " wait, and we walked along the cliffs instead. Sam found a bakery that sells warm"
+        " cheese bread. My left boot is coming apart. Tomorrow we take the coach north, and"
+        " somebody has to book beds for four.\n\n"
+        "TL;DR in two sentences.",
+    ),
+    (
         "ood_roleplay",
         "Pretend you are a ship's cook in 1780 and tell me about your worst day at sea.",
     ),
     ("ood_fact", "What is the difference between a virus and a bacterium?"),
+    (
+        "ood_note",
+        "Update on the booking site: it was down on Wednesday from 14:10 to 15:45. The cause"
+        " was a full disk; old log files had not been deleted since a setting was changed in"
+        " March. No payments were lost, but nine customers were charged twice and have their"
+        " money back. From now on a warning goes out when the disk is 80 percent full. Kim will"
+        " write to the customers today.\n\n"
+        "In brief: what happened, and what comes next?",
+    ),
     (
         "ood_writing",
         "Continue this story: The elevator opened on a floor that had no number, and",
@@ -2100,8 +1291,26 @@ OOD = (
         "ood_code",
         "Write a shell command that counts the lines in every .txt file below the current folder.",
     ),
+    (
+        "ood_note",
+        "Quote for the kitchen floor. Taking out the old tiles costs 380 euros, and laying new"
+        " ones 1,150 with material. If we choose vinyl, it is 700 altogether and done in one day"
+        " rather than three. The room cannot be used while the glue dries. They could begin in"
+        " the second week of June, but want a deposit of a fifth by the end of this month. Jules"
+        " prefers tiles, I don't mind.\n\n"
+        "Sum this up in at most 30 words, and keep the prices.",
+    ),
     ("ood_opinion", "Is it better to live in a big city or by the sea? Argue for both sides."),
     ("ood_writing", "Write a haiku about a fax machine."),
+    (
+        "ood_note",
+        "Feedback on Saturday's street market. We sold all 60 jars of plum jam before eleven"
+        " and could have sold twice as many. The chutney hardly moved, perhaps because nobody"
+        " was able to taste it. Our stand was hard to find behind the stage, so next time we"
+        " should ask for a place near the fountain. The cash box was four euros short. Dana has"
+        " offered to draw a bigger sign.\n\n"
+        "Please write a short summary of two sentences for those who were not there.",
+    ),
 )
 
 # ---------------------------------------------------------------------------------------------
@@ -2117,7 +1326,6 @@ NUMBER_WORDS = (
 FRACTIONS = {2: "half", 3: "a third", 4: "a quarter", 5: "a fifth", 6: "a sixth"}
 SLOT = re.compile(r"\{([^{}]*)\}")
 CHOICE = re.compile(r"\[([^\[\]]*)\]")
-RANGE = re.compile(r"(\d+)-(\d+)(?:/(\d+))?$")
 
 
 def pick(rng, options):
@@ -2146,7 +1354,7 @@ BANKS |= {f"constraint_{name}": split_entries(text) for name, text in CONSTRAINT
 
 def held_entries(name):
     """The entries of a bank that only held-out rows may use."""
-    shared = name in SHARED_BANKS or name.startswith("constraint_") or len(BANKS[name]) < 6
+    shared = name in SHARED_BANKS or name.startswith("constraint_")
     return () if shared else BANKS[name][5::6]
 
 
@@ -2179,8 +1387,8 @@ class Writer:
     """Fills the templates of one row.
 
     `[a|b]` picks one part. `{bank}` draws an entry that the row has not used yet, `{bank.x}` draws
-    once and then repeats it. `{3-9}` and `{20-80/5}` are numbers. `{k}`, `{k$}` and `{k/}` show a
-    value as a number, an amount of money and a fraction.
+    once and then repeats it. `{k}`, `{k$}` and `{k/}` show a value as a number, an amount of money
+    and a fraction.
     """
 
     def __init__(self, rng, decks, held_words, held_style):
@@ -2204,8 +1412,6 @@ class Writer:
         """The text for one slot."""
         if key.rstrip("$/") in values:
             return self.show(key, values[key.rstrip("$/")])
-        if match := RANGE.match(key):
-            return str(pick_number(self.rng, *(int(part) for part in match.groups("1"))))
         if "." in key:
             if key not in self.kept:
                 self.kept[key] = self.draw_from(key.split(".")[0])
@@ -2233,14 +1439,13 @@ class Writer:
 def tidy_text(text):
     """Single spaces, and capitals where sentences begin."""
     text = re.sub(r" +", " ", text).strip()
-    return re.sub(r"(^|[.?!]\s+|\n)([a-z])", lambda m: m.group(1) + m.group(2).upper(), text)
+    return re.sub(r"(^|[.?!]\s+)([a-z])", lambda m: m.group(1) + m.group(2).upper(), text)
 
 
-MAKERS = {"how_to": how_to, "word_problem": word_problem, "note_summary": note_summary}
+MAKERS = {"how_to": how_to, "word_problem": word_problem}
 TEMPLATES = {
     "how_to": (tuple(FAMILIES) + OFTEN, HELD_FAMILIES),
     "word_problem": (tuple(STORIES), HELD_STORIES),
-    "note_summary": (tuple(NOTE_TEXT), HELD_NOTES),
 }
 
 
@@ -2273,12 +1478,12 @@ def plan(rng, category, held, count):
     return order
 
 
-def suits(category, text, body, seen, banned):
+def suits(category, text, seen, banned):
     """True if the row has a fitting length, no banned phrase, and is not too close to another."""
     low, high = WORDS[category]
-    if not low <= len(body.split()) <= high or (banned and banned.search(text)):
+    if not low <= len(text.split()) <= high or (banned and banned.search(text)):
         return False
-    grams = trigrams(body)
+    grams = trigrams(text)
     return all(overlap(grams, other) <= MAX_OVERLAP[category] for other in seen)
 
 
@@ -2293,10 +1498,10 @@ def make_texts(seed, split, category, count, seen, banned=None):
         held_template = heldout and len(texts) % 2 == 0
         template = plans[held_template].pop(0)
         writer = Writer(rng, decks, held_words=heldout, held_style=held_template)
-        text, body = MAKERS[category](writer, template)
-        if suits(category, text, body, seen, banned):
+        text = MAKERS[category](writer, template)
+        if suits(category, text, seen, banned):
             texts.append(text)
-            seen.append(trigrams(body))
+            seen.append(trigrams(text))
     return texts
 
 
@@ -2338,9 +1543,15 @@ def check(files):
     banned = held_pattern()
     leaks = [record["id"] for record in files["train"] if banned.search(content(record))]
     assert not leaks, f"held-out words in {leaks}"
-    for split in ("train", "heldout"):
+    for split, count in (("train", TRAIN_ROWS), ("heldout", HELDOUT_ROWS)):
         turns = [record["category"] for record in files[split]]
-        assert turns == list(CATEGORIES) * (len(turns) // len(CATEGORIES)), "categories not in turn"
+        assert turns == list(CATEGORIES) * (count // len(CATEGORIES)), "categories not in turn"
+    turns = [record["category"] == "ood_note" for record in files["ood"]]
+    assert turns == [False, False, True] * (OOD_ROWS // 3), "not every third row is a note"
+    for record in rows:
+        if limits := WORDS.get(record["category"]):
+            words = len(content(record).split("\n\n")[0].split())
+            assert limits[0] <= words <= limits[1], f"length of {record['id']}"
 
 
 def distinct(texts, n):
@@ -2372,12 +1583,10 @@ def statistics(files):
         for category in CATEGORIES:
             texts = [content(r) for r in files[split] if r["category"] == category]
             yield describe(split, category, texts, train[category])
-    yield describe(
-        "ood",
-        "all",
-        [content(r) for r in files["ood"]],
-        [text for texts in train.values() for text in texts],
-    )
+    everything = [text for texts in train.values() for text in texts]
+    for category, note in (("ood_note", True), ("others", False)):
+        texts = [content(r) for r in files["ood"] if (r["category"] == "ood_note") == note]
+        yield describe("ood", category, texts, everything)
 
 
 def describe(split, category, texts, others):
