@@ -284,7 +284,7 @@ def test_a_missing_target_folder(capsys: pytest.CaptureFixture[str], tmp_path: P
     ("damage", "part"),
     [
         (lambda folder: [path.unlink() for path in folder.glob("*.safetensors")], "safetensors"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"\x08"), "safetensors"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"\x08"), "/target"),
         (lambda folder: (folder / "config.json").write_text("{"), "config"),
         (
             lambda folder: (folder / "config.json").write_text('{"model_type": "unheard-of"}'),
@@ -725,6 +725,19 @@ def test_changed_prompts_are_answered_again(
     assert rows[1]["messages"][0]["content"] == "name a tree."
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "target")
     assert "name a tree." in tokenizer.decode(rows[1]["prompt_ids"])
+
+
+def test_a_changed_chat_template_is_felt(
+    capsys: pytest.CaptureFixture[str], pipeline: Path, tmp_path: Path
+) -> None:
+    """DEFECTS 23: the prompts are made with it, so it is an input like the weights."""
+    folder = copied(pipeline, tmp_path)
+    template = folder / "target" / "chat_template.jinja"
+    template.write_text(template.read_text().replace("assistant", "bot"))
+    assert again(capsys, folder, stage="regenerate") == {"regenerate": True}
+    answers = (folder / "run" / "regenerate" / "train.jsonl").read_text().splitlines()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "target")
+    assert tokenizer.decode(json.loads(answers[0])["prompt_ids"]).endswith("<s>bot\n")
 
 
 def test_another_target_does_every_stage_again(

@@ -215,12 +215,15 @@ def test_a_decay_outside_its_range_is_refused(decay: float) -> None:
 def test_every_term_of_the_training_loss_has_a_gradient(
     toy_target: Target, tmp_path: Path, term: str, step: int
 ) -> None:
-    """DEFECTS 20: each draft step's KL and state distance, alone, moves the whole head."""
+    """DEFECTS 20: each draft step's KL and state distance, as the training loss counts them, moves the whole head."""
     store = make_store(tmp_path, toy_target, conversations(3))
     head = build(toy_target, MtpConfig())
     result = RolloutModule(head, toy_target)(load_pack(store, [0, 1, 2], torch.device("cpu")), 3)
-    values = {"kl": result.distill.kl_SN, "state": result.state_SN}[term]
-    values[step][result.rollout.valid_SN[step]].mean().backward()
+    alone = torch.eye(3)[step]
+    loss = result.weighted(alone, 0.0)
+    if term == "state":
+        loss = result.weighted(alone, 1.0) - loss
+    loss.backward()
     still = [
         name
         for name, weight in head.named_parameters()

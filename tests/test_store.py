@@ -156,7 +156,7 @@ def edit(change: Callable[[dict], object]) -> Callable[[Path], None]:
             r"must say what its features are; received no \['state'\]",
         ),
         (edit(lambda value: value["contract"].pop("target_hash")), "target_hash"),
-        (edit(lambda value: value.pop("contract")), "contract"),
+        (edit(lambda value: value.pop("contract")), "must say what its features are"),
     ],
     ids=["missing", "damaged", "other format", "no format", "no state", "no target", "no contract"],
 )
