@@ -40,7 +40,7 @@ def write_store(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Manifest:
         for number, shard in enumerate(shards)
     )
     contract = Contract(
-        "hash", "post_norm", WIDTH, VOCABULARY, str(dtype).removeprefix("torch."), "digest", 10
+        "hash", "post_norm", WIDTH, VOCABULARY, str(dtype).removeprefix("torch."), "digest", 10, 10
     )
     manifest = Manifest(contract, entries, {"rows": 3}, {"used": 5})
     manifest.save(folder)

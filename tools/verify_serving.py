@@ -39,7 +39,6 @@ from mtp_train.export.stage import ExportConfig, export_head, import_head
 from mtp_train.heads.mtp import MtpConfig, MtpHead, build
 from mtp_train.models.target import Target
 from mtp_train.precompute.stage import PrecomputeConfig, from_answers, precompute
-from mtp_train.regenerate.stage import stop_tokens
 from mtp_train.store.shards import FeatureStore
 from mtp_train.text.sources import Answer, read_answers
 from mtp_train.train.loop import TrainConfig, train
@@ -111,7 +110,7 @@ def compare(
 ) -> dict[str, Any]:
     """Our counters beside vLLM's, along its text and running free."""
     prompts, outputs = theirs.pop("prompts"), theirs.pop("outputs")
-    stop = stop_tokens(job.tokenizer)
+    stop = job.stop
     asked = [
         Request(str(index), prompt, args.max_new_tokens, stop)
         for index, prompt in enumerate(prompts)
@@ -156,12 +155,12 @@ def overfitted(args: argparse.Namespace) -> dict[str, Any]:
         head = overfit(target, answer, Path(scratch))
         folder = args.run / "serving" / "overfitted"
         export_head(head, target, ExportConfig(), folder, {})
+        # Drafts past the trained text are guesses: stop k tokens before its end.
+        args.max_new_tokens = len(answer.output_ids) - args.k - 1
         theirs = serve(args, target, folder, [answer.prompt_ids], "overfitted")
     theirs.pop("prompts")
     output = theirs.pop("outputs")[0]
-    request = Request(
-        answer.key, answer.prompt_ids, len(output), stop_tokens(job.tokenizer), output
-    )
+    request = Request(answer.key, answer.prompt_ids, len(output), job.stop, output)
     ours = figures(run_ours(target, head, [request], args), args.k)
     print(f"\na head overfitted on one sample of {len(answer.output_ids)} tokens")
     show("vLLM", theirs)

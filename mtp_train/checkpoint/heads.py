@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,12 @@ def read_card(folder: Path) -> HeadCard:
         raise UserError(
             f"a head checkpoint must hold {CARD}", folder, "run train, or name the folder it wrote"
         )
-    return HeadCard(**read_json(folder / CARD))
+    value = read_json(folder / CARD)
+    if not isinstance(value, dict) or set(value) != {item.name for item in fields(HeadCard)}:
+        raise UserError(
+            "a head's card must hold its fields", folder / CARD, "use another checkpoint"
+        )
+    return HeadCard(**value)
 
 
 def load_head(folder: Path, target: Target) -> tuple[MtpHead, HeadCard]:
@@ -90,7 +95,7 @@ def load_head(folder: Path, target: Target) -> tuple[MtpHead, HeadCard]:
             "a head's family must be one of " + ", ".join(FAMILIES), card.family, "update mtp_train"
         )
     require_match(card, target)
-    if file_digest(folder / TENSORS) != card.sha256:
+    if not (folder / TENSORS).is_file() or file_digest(folder / TENSORS) != card.sha256:
         raise UserError(
             "a head's tensors must be the bytes its card names",
             folder / TENSORS,

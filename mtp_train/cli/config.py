@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
@@ -82,7 +82,7 @@ def _flatten(values: dict[Any, Any], folder: str, prefix: str = "") -> list[tupl
             text = value.replace("{recipe}", folder) if isinstance(value, str) else value
             # `++` sets a key whether or not the defaults have it: sets of prompts are named freely.
             force = "++" if prefix.startswith(("regenerate.prompts", "regenerate.limits")) else ""
-            rows.append((f"{force}{prefix}{key}", json.dumps(text)))
+            rows.append((f"{force}{prefix}{key}", json.dumps(text, ensure_ascii=False)))
     return rows
 
 
@@ -102,10 +102,15 @@ def section(config: dict[str, Any], name: str, cls: type[T]) -> T:
 
 
 def _typed(name: str, value: Any, kind: Any) -> Any:
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    of, parts = get_origin(kind) or kind, get_args(kind)
+    if of is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if kind in (int, float, str, bool) and type(value) is not kind:
+    if type(value) is not of:
         raise UserError(
-            f"{name} must be of type {kind.__name__}", repr(value), "correct the override"
+            f"{name} must be of type {of.__name__}", repr(value), "correct the override"
         )
+    if of is dict:
+        return {key: _typed(f"{name}.{key}", item, parts[1]) for key, item in value.items()}
+    if of is list:
+        return [_typed(f"an item of {name}", item, parts[0]) for item in value]
     return value

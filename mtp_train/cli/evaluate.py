@@ -16,7 +16,6 @@ from mtp_train.core.provenance import file_digest, versions, write_json
 from mtp_train.core.records import Accounting
 from mtp_train.evaluate import stage as measure
 from mtp_train.evaluate.stage import EvaluateConfig, PromptSet, prompt_set
-from mtp_train.regenerate.stage import stop_tokens
 from mtp_train.text.sources import read_answers
 from mtp_train.train.loop import CURVES
 
@@ -27,7 +26,9 @@ def stage(job: Job) -> None:
     config: EvaluateConfig = job.section("evaluate", EvaluateConfig)
     before = [job.folder.require(name)["outputs"] for name in ("regenerate", "train")]
     inputs = [asdict(config), asdict(job.engine_config), before, job.target_inputs]
-    run_stage(job.folder, "evaluate", inputs, lambda: _work(job, config))
+    run_stage(
+        job.folder, "evaluate", inputs, lambda: _work(job, config), needs=[job.folder.evaluation]
+    )
 
 
 def _work(job: Job, config: EvaluateConfig) -> Any:
@@ -80,7 +81,7 @@ def _work(job: Job, config: EvaluateConfig) -> Any:
 
 def _sets(job: Job, config: EvaluateConfig) -> list[PromptSet]:
     """The held-out prompts first, then those out of domain where the run has any."""
-    stop = stop_tokens(job.tokenizer)
+    stop = job.stop
     found = [name for name in SETS if job.folder.answers(name).is_file()]
     return [
         prompt_set(

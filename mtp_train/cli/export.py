@@ -10,7 +10,7 @@ from mtp_train.cli.job import Job
 from mtp_train.cli.run_folder import run_stage
 from mtp_train.core.progress import say
 from mtp_train.core.provenance import folder_digest, read_json
-from mtp_train.export.stage import ExportConfig, export_head
+from mtp_train.export.stage import TENSORS, ExportConfig, export_head
 
 
 def stage(job: Job) -> None:
@@ -24,17 +24,18 @@ def stage(job: Job) -> None:
         "export",
         [asdict(config), before, job.target_inputs],
         lambda: _work(job, config),
+        needs=[job.folder.export(config.format) / TENSORS],
     )
 
 
 def _work(job: Job, config: ExportConfig) -> Any:
     target = job.target()
-    head, _ = load_head(job.folder.head, target)
-    figures = (
-        read_json(job.folder.evaluation)["sets"]["heldout"]
-        if job.folder.evaluation.is_file()
-        else {}
-    )
+    head, card = load_head(job.folder.head, target)
+    figures: dict[str, Any] = {}
+    if job.folder.evaluation.is_file():
+        evaluation = read_json(job.folder.evaluation)
+        if evaluation["head"]["sha256"] == card.sha256:  # never an earlier head's figures
+            figures = evaluation["sets"]["heldout"]
     out = job.folder.export(config.format)
     check = export_head(head, target, config, out, figures)
     say(f"export: {out}; loaded back, logits equal at {len(check)} points")

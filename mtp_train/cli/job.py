@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,76 @@ from transformers.utils import logging as transformers_logging
 from mtp_train.cli.config import load_config, section
 from mtp_train.cli.run_folder import RunFolder
 from mtp_train.core.errors import UserError
+from mtp_train.core.provenance import folder_digest
 from mtp_train.engine.engine import EngineConfig
-from mtp_train.models.target import Target, load_tokenizer, require_model_folder, target_hash
+from mtp_train.evaluate.stage import EvaluateConfig
+from mtp_train.export.stage import ExportConfig
+from mtp_train.heads.mtp import MtpConfig
+from mtp_train.models.target import (
+    Target,
+    load_tokenizer,
+    require_dtype,
+    require_model_folder,
+    stop_tokens,
+    target_hash,
+)
+from mtp_train.precompute.stage import PrecomputeConfig
+from mtp_train.regenerate.stage import RegenerateConfig
+from mtp_train.train.loop import TrainConfig
+
+PRECISIONS = {"bfloat16": "bf16", "float32": "no"}  # ours -> accelerate's
+TRACKERS = ("tensorboard", "wandb")
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """The target and where it runs."""
+
+    path: str
+    dtype: str = "bfloat16"
+    device: str = "auto"
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        require_dtype(self.dtype)
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise UserError(
+                "target.device must be auto, cpu, cuda or cuda:N", self.device, "choose one"
+            )
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What belongs to no component."""
+
+    run: str
+    threads: int = 0
+    precision: str = "bfloat16"
+    trackers: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise UserError(
+                "precision must be one of " + ", ".join(PRECISIONS), self.precision, "choose one"
+            )
+        unknown = set(self.trackers) - set(TRACKERS)
+        if unknown:
+            raise UserError(
+                "trackers must be among " + ", ".join(TRACKERS), sorted(unknown), "correct them"
+            )
+        if self.threads < 0:
+            raise UserError("threads must be 0 or more", self.threads, "use 0 for torch's choice")
+
+
+SECTIONS: dict[str, type[Any]] = {
+    "regenerate": RegenerateConfig,
+    "precompute": PrecomputeConfig,
+    "head": MtpConfig,
+    "train": TrainConfig,
+    "engine": EngineConfig,
+    "evaluate": EvaluateConfig,
+    "export": ExportConfig,
+}
 
 
 class Job:
@@ -24,13 +94,22 @@ class Job:
     def __init__(self, overrides: list[str]) -> None:
         self.config = load_config(overrides)
         self.command = " ".join(["mtp-train", *overrides])
-        self.folder = RunFolder(Path(self.config["run"]))
+        top = {item.name for item in fields(RunConfig)}
+        self.run: RunConfig = section(
+            {"the run": {key: self.config[key] for key in top}}, "the run", RunConfig
+        )
+        self.target_config: TargetConfig = self.section("target", TargetConfig)
+        self.folder = RunFolder(Path(self.run.run))
+        for (
+            name,
+            cls,
+        ) in SECTIONS.items():  # a mistake in the last stage's keys shows before the first one runs
+            self.section(name, cls)
         self._targets: dict[str, Target] = {}
         transformers_logging.disable_progress_bar()
         transformers_logging.set_verbosity_error()
-        threads = int(self.config["threads"])
-        if threads:
-            torch.set_num_threads(threads)
+        if self.run.threads:
+            torch.set_num_threads(self.run.threads)
 
     def section(self, name: str, cls: type[Any]) -> Any:
         return section(self.config, name, cls)
@@ -38,7 +117,7 @@ class Job:
     @property
     def device(self) -> str:
         """Where the target runs: `auto` is a GPU if there is one."""
-        wanted = str(self.config["target"]["device"])
+        wanted = self.target_config.device
         if wanted == "auto":
             local = os.environ.get("LOCAL_RANK", "0")
             return f"cuda:{local}" if torch.cuda.is_available() else "cpu"
@@ -48,30 +127,37 @@ class Job:
 
     def target(self, dtype: str | None = None) -> Target:
         """The target in the configured dtype, or in another."""
-        wanted = dtype or str(self.config["target"]["dtype"])
+        wanted = dtype or self.target_config.dtype
         if wanted not in self._targets:
-            values = self.config["target"]
+            values = self.target_config
             self._targets[wanted] = Target.load(
-                values["path"],
+                values.path,
                 wanted,
                 device=self.device,
-                trust_remote_code=bool(values["trust_remote_code"]),
+                trust_remote_code=values.trust_remote_code,
             )
         return self._targets[wanted]
 
     @cached_property
     def target_inputs(self) -> dict[str, Any]:
         """What of the target a stage depends on."""
-        require_model_folder(self.config["target"]["path"])
+        values = self.target_config
+        folder = require_model_folder(values.path)
         return {
-            "hash": target_hash(self.config["target"]["path"]),
-            "dtype": self.config["target"]["dtype"],
+            "hash": target_hash(folder),
+            "texts": [folder_digest(folder, pattern) for pattern in ("*.json", "*.jinja")],
+            "dtype": values.dtype,
         }
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        values = self.config["target"]
-        return load_tokenizer(values["path"], trust_remote_code=bool(values["trust_remote_code"]))
+        values = self.target_config
+        return load_tokenizer(values.path, trust_remote_code=values.trust_remote_code)
+
+    @property
+    def stop(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return stop_tokens(self.tokenizer, require_model_folder(self.target_config.path))
 
     @property
     def engine_config(self) -> EngineConfig:

@@ -45,7 +45,10 @@ def guarded(work: Callable[[], None]) -> int:
     try:
         work()
     except UserError as error:
-        print(f"mtp-train: error: {error}", file=sys.stderr)
+        print("mtp-train: error:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    except OSError as error:  # a full disk, an unreadable file
+        print("mtp-train: error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("mtp-train: interrupted; the same command goes on from here", file=sys.stderr)

@@ -28,6 +28,9 @@ def stage(job: Job) -> None:
         "precompute",
         [asdict(config), before, job.target_inputs],
         lambda: _work(job, config, ranks),
+        ranks,
+        keeps=True,  # its own contract says which shards may stay
+        needs=[job.folder.features(name) / NAME for name in SETS],
     )
 
 

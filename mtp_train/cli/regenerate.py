@@ -29,7 +29,11 @@ def stage(job: Job) -> None:
     prompts = {name: file_digest(Path(path)) for name, path in config.prompts.items()}
     values = {key: value for key, value in asdict(config).items() if key != "prompts"}
     run_stage(
-        job.folder, "regenerate", [values, prompts, job.target_inputs], lambda: _work(job, config)
+        job.folder,
+        "regenerate",
+        [values, prompts, job.target_inputs],
+        lambda: _work(job, config),
+        needs=[job.folder.answers(name) for name in config.prompts],
     )
 
 

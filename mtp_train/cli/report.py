@@ -15,7 +15,7 @@ from mtp_train.train.loop import CURVES
 
 def stage(job: Job) -> None:
     before = [job.folder.require(name)["outputs"] for name in ("evaluate", "train")]
-    run_stage(job.folder, "report", [before, job.folder.seconds()], lambda: _work(job))
+    run_stage(job.folder, "report", [before, job.folder.seconds("report")], lambda: _work(job))
 
 
 def _work(job: Job) -> Any:
@@ -24,6 +24,6 @@ def _work(job: Job) -> Any:
         for line in (job.folder.stage("train") / CURVES).read_text(encoding="utf-8").splitlines()
     ]
     out = job.folder.stage("report")
-    write_report(read_json(job.folder.evaluation), curves, job.folder.seconds(), out)
+    write_report(read_json(job.folder.evaluation), curves, job.folder.seconds("report"), out)
     say(f"report: open {out / 'index.html'}")
     return file_digest(out / "report.json")

@@ -6,17 +6,20 @@ runs again only when that digest changes.
 
 from __future__ import annotations
 
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mtp_train.core.dist import Ranks
 from mtp_train.core.errors import UserError
 from mtp_train.core.progress import say
 from mtp_train.core.provenance import digest, read_json, require_writable, versions, write_json
 
 STAMP = "stage.json"
+BEGUN = "inputs.json"  # digest of the inputs that the folder's content belongs to, done or not
 STAGES = ("regenerate", "precompute", "train", "evaluate", "report", "export")
 
 
@@ -57,27 +60,70 @@ class RunFolder:
             )
         return dict(read_json(path))
 
-    def seconds(self) -> dict[str, float]:
-        """Wall seconds of the stages done so far, as measured when they ran."""
-        stamps = {name: self.stage(name) / STAMP for name in STAGES}
+    def seconds(self, before: str) -> dict[str, float]:
+        """Wall seconds of the stages before `before`, as measured when they ran."""
+        names = STAGES[: STAGES.index(before)]
+        stamps = {name: self.stage(name) / STAMP for name in names}
         return {name: read_json(path)["seconds"] for name, path in stamps.items() if path.is_file()}
 
 
-def run_stage(folder: RunFolder, name: str, inputs: Any, work: Callable[[], Any]) -> None:
-    """Run `work` unless the stage is done with these inputs; `work` returns what its outputs are (a digest's input)."""
-    place = folder.stage(name)
+def run_stage(
+    folder: RunFolder,
+    name: str,
+    inputs: Any,
+    work: Callable[[], Any],
+    ranks: Ranks | None = None,
+    *,
+    keeps: bool = False,
+    needs: Sequence[Path] = (),
+) -> None:
+    """Run `work` unless the stage is done with these inputs; `work` returns what its outputs are (a digest's input).
+
+    What other inputs left in the stage's folder is not mixed in: a finished stage is set aside as `<stage>.before`
+    (in the place of an older one), a half-done one is removed, unless the stage knows what of it may stay (`keeps`).
+    A stage whose outputs (`needs`) are gone is not done.
+    """
+    place, ranks = folder.stage(name), ranks or Ranks()
     require_writable(place)
     wanted = digest(inputs)
-    stamp = place / STAMP
-    if stamp.is_file() and read_json(stamp)["inputs"] == wanted:
+    stamp, begun = place / STAMP, place / BEGUN
+    done = _inputs(stamp) == wanted and all(path.exists() for path in needs)
+    ranks.wait()
+    if done:
         say(f"{name}: done before, inputs unchanged")
         return
-    stamp.unlink(missing_ok=True)
+    if ranks.main:
+        if not keeps and _inputs(begun) != wanted:
+            _set_aside(place, stamp.is_file())
+            require_writable(place)
+        stamp.unlink(missing_ok=True)
+        write_json(begun, {"inputs": wanted})
+    ranks.wait()
     begin = time.perf_counter()
     outputs = work()
     seconds = time.perf_counter() - begin
-    write_json(
-        stamp,
-        {"inputs": wanted, "outputs": digest(outputs), "seconds": seconds, "versions": versions()},
-    )
-    say(f"{name}: done in {seconds:.0f} s -> {place}")
+    if ranks.main:
+        write_json(
+            stamp,
+            {
+                "inputs": wanted,
+                "outputs": digest(outputs),
+                "seconds": seconds,
+                "versions": versions(),
+            },
+        )
+        say(f"{name}: done in {seconds:.0f} s -> {place}")
+
+
+def _set_aside(place: Path, finished: bool) -> None:
+    if not finished:
+        shutil.rmtree(place)
+        return
+    before = place.with_name(f"{place.name}.before")
+    shutil.rmtree(before, ignore_errors=True)
+    place.rename(before)
+    say(f"{place.name}: inputs changed; what was there is kept as {before}")
+
+
+def _inputs(path: Path) -> str | None:
+    return str(read_json(path)["inputs"]) if path.is_file() else None

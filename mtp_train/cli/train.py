@@ -9,17 +9,15 @@ from typing import Any
 from accelerate import Accelerator
 
 from mtp_train.checkpoint.heads import TENSORS
-from mtp_train.cli.job import Job
+from mtp_train.cli.job import PRECISIONS, Job
 from mtp_train.cli.main import guarded
 from mtp_train.cli.run_folder import run_stage
-from mtp_train.core.errors import UserError
+from mtp_train.core.dist import current_ranks
 from mtp_train.core.provenance import file_digest
 from mtp_train.heads.mtp import MtpConfig, build
 from mtp_train.store.manifest import verify_files
 from mtp_train.store.shards import FeatureStore
 from mtp_train.train.loop import TrainConfig, train
-
-PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 
 
 def stage(job: Job) -> None:
@@ -33,7 +31,15 @@ def stage(job: Job) -> None:
         job.target_inputs,
         job.config["precision"],
     ]
-    run_stage(job.folder, "train", inputs, lambda: _work(job, config, head_config))
+    ranks = current_ranks(job.device == "cpu")
+    run_stage(
+        job.folder,
+        "train",
+        inputs,
+        lambda: _work(job, config, head_config),
+        ranks,
+        needs=[job.folder.head / TENSORS],
+    )
 
 
 def _work(job: Job, config: TrainConfig, head_config: MtpConfig) -> Any:
@@ -57,14 +63,9 @@ def _work(job: Job, config: TrainConfig, head_config: MtpConfig) -> Any:
 
 
 def _accelerator(job: Job, out: Any) -> Accelerator:
-    precision = str(job.config["precision"])
-    if precision not in PRECISIONS:
-        raise UserError(
-            "precision must be one of " + ", ".join(PRECISIONS), precision, "choose one of them"
-        )
-    trackers = list(job.config["trackers"])
+    trackers = job.run.trackers
     accelerator = Accelerator(
-        mixed_precision=PRECISIONS[precision],
+        mixed_precision=PRECISIONS[job.run.precision],
         cpu=job.device == "cpu",
         log_with=trackers or None,
         project_dir=str(out),

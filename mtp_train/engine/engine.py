@@ -51,6 +51,11 @@ class EngineConfig:
     cache_rows: int = 32768
     prefill_rows: int = 2048
 
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "page_size", "cache_rows", "prefill_rows"):
+            if getattr(self, name) < 1:
+                raise UserError(f"engine.{name} must be 1 or more", getattr(self, name), "raise it")
+
 
 @dataclass(frozen=True)
 class RunStats:
@@ -113,9 +118,15 @@ class Engine:
         self.stats = RunStats(time.perf_counter() - begin, run.clock.seconds, tokens, run.steps)
         return [done[key] for key in order]
 
+    @property
+    def limit(self) -> int:
+        """Longest sequence: what the target's positions and the whole cache hold, drafts' rows included."""
+        capacity = self.pages.pages * self.pages.page_size
+        return min(self.target.max_positions, capacity - self.proposer.drafts - 1)
+
     def refusal(self, request: Request, sampling: Sampling) -> str:
         """Why a request can't run here; empty if it can."""
-        limit = min(self.target.max_positions, self.config.cache_rows - self.proposer.drafts - 1)
+        limit = self.limit
         if not request.prompt:
             return "an empty prompt has no state to continue from"
         if len(request.prompt) >= limit:
@@ -197,10 +208,7 @@ class _Run:
 
     def _bounded(self, request: Request) -> Request:
         """The request with its output limited to the positions and the cache that there are."""
-        limit = min(
-            self.target.max_positions, self.engine.config.cache_rows - self.proposer.drafts - 1
-        )
-        room = limit - len(request.prompt)
+        room = self.engine.limit - len(request.prompt)
         if request.max_new_tokens <= room:
             return request
         return replace(request, max_new_tokens=max(room, 1))

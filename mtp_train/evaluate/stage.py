@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from mtp_train.core.errors import UserError
 from mtp_train.core.progress import progress
 from mtp_train.engine.engine import Engine, EngineConfig, RunStats
 from mtp_train.engine.propose import ChainProposer
@@ -55,6 +56,15 @@ class EvaluateConfig:
     reference_prompts: int = 4
     examples: int = 6
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("drafts", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise UserError(
+                    f"evaluate.{name} must be 1 or more", getattr(self, name), "raise it"
+                )
+        if self.temperature < 0:
+            raise UserError("evaluate.temperature must be 0 or more", self.temperature, "raise it")
 
 
 @dataclass(frozen=True)
@@ -120,7 +130,11 @@ def measure_lossless(
     `target` should be in float32: bfloat16 has ties at every step.
     """
     requests = [
-        replace(request, max_new_tokens=min(request.max_new_tokens, config.lossless_tokens))
+        replace(
+            request,
+            key=f"{prompts.name}/{request.key}",
+            max_new_tokens=min(request.max_new_tokens, config.lossless_tokens),
+        )
         for prompts in sets
         for request in prompts.requests[: config.lossless_prompts]
     ]

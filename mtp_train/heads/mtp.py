@@ -16,6 +16,7 @@ Shapes: T rows, D hidden width.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,14 @@ class MtpConfig:
     init: str = "last_layer"
     embedding_noise: float = 0.1
 
+    def __post_init__(self) -> None:
+        if self.init not in INITS:
+            raise UserError(
+                "head.init must be one of " + ", ".join(INITS), self.init, "choose one of them"
+            )
+        if self.family != "mtp":
+            raise UserError("head.family must be one of mtp", self.family, "choose one of them")
+
 
 class MtpHead(nn.Module):
     """One draft head. Build it with `build`; its parameters start in float32."""
@@ -52,6 +61,8 @@ class MtpHead(nn.Module):
         super().__init__()
         config = copy.deepcopy(target.config)
         config._attn_implementation = target.config._attn_implementation
+        if getattr(config, "layer_types", None):  # the block stands after the last of them
+            config.layer_types = [*config.layer_types, config.layer_types[-1]]
         width = target.hidden_size
         norm = type(target.base.norm)
         self.layer = target.layers  # its place in a paged cache: after the target's layers
@@ -62,6 +73,17 @@ class MtpHead(nn.Module):
         self.final_norm = norm(width, eps=_norm_epsilon(target.base.norm))
         self.rotary = type(target.base.rotary_emb)(config)
         self.float()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MtpHead:
+        """Cast or move the head; its RoPE frequencies stay float32, as in training and in serving engines.
+
+        In bfloat16 the angle at distance 1,000 would be wrong by more than a radian.
+        """
+        kept = dict(self.rotary.named_buffers())
+        super()._apply(fn, recurse)
+        for name, value in kept.items():
+            setattr(self.rotary, name, value.to(fn(value).device))
+        return self
 
     def forward(
         self, embedding_TD: Tensor, state_TD: Tensor, position_T: Tensor, context: AttentionContext
@@ -84,10 +106,6 @@ class MtpHead(nn.Module):
 
 def build(target: Target, config: MtpConfig, seed: int = 0) -> MtpHead:
     """A fresh head for `target`, in float32 on its device."""
-    if config.init not in INITS:
-        raise UserError(
-            "head.init must be one of " + ", ".join(INITS), config.init, "choose one of them"
-        )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         head = MtpHead(target)

@@ -89,20 +89,32 @@ class _Buffers:
         self.projected = torch.empty(
             size, dtype=head_VD.dtype, device=head_VD.device
         )  # logits, later their gradient
-        self.logits, self.p, self.q, self.product = (
-            torch.empty(size, dtype=wide, device=head_VD.device) for _ in range(4)
+        self.taught, self.logits, self.p, self.q, self.product = (
+            torch.empty(size, dtype=wide, device=head_VD.device) for _ in range(5)
         )
 
     def teach(self, state_CD: Tensor) -> None:
         """Take in a chunk of goals: the target's distribution, its negative entropy and its choice."""
         self.rows = len(state_CD)
-        logits, p = self._softmax(state_CD, self.p)
+        self.state = state_CD
+        torch.mm(state_CD.to(self.head.dtype), self.head.T, out=self.projected[: self.rows])
+        logits = self.taught[: self.rows].copy_(self.projected[: self.rows])
+        p = torch.softmax(logits, dim=-1, out=self.p[: self.rows])
         peak, self.choice = logits.max(-1)
         self.negative_entropy = self._dot(p, logits) - _log_sum(peak, self.choice, p)
 
     def term(self, state_CD: Tensor) -> tuple[Tensor, Tensor]:
-        """KL and agreement of the chunk at one step [C]."""
-        logits, q = self._softmax(state_CD, self.q)
+        """KL and agreement of the chunk at one step [C].
+
+        The student's logits are the target's plus the projected difference of the states: rounding is relative to
+        the difference, which the gradient q - p is made of, and not to logits that are a hundred times as large.
+        """
+        difference_CD = state_CD - self.state.to(state_CD.dtype)
+        torch.mm(difference_CD.to(self.head.dtype), self.head.T, out=self.projected[: self.rows])
+        logits = torch.add(
+            self.taught[: self.rows], self.projected[: self.rows], out=self.logits[: self.rows]
+        )
+        q = torch.softmax(logits, dim=-1, out=self.q[: self.rows])
         peak, choice = logits.max(-1)
         cross = self._dot(self.p[: self.rows], logits) - _log_sum(peak, choice, q)  # sum_x p log q
         return self.negative_entropy - cross, choice == self.choice
@@ -117,11 +129,6 @@ class _Buffers:
         """Gradient of the last term by the student's states [C, D]: q - p, projected back."""
         self.q[: self.rows].sub_(self.p[: self.rows])
         return self.projected[: self.rows].copy_(self.q[: self.rows]) @ self.head
-
-    def _softmax(self, state_CD: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-        torch.mm(state_CD.to(self.head.dtype), self.head.T, out=self.projected[: self.rows])
-        logits = self.logits[: self.rows].copy_(self.projected[: self.rows])
-        return logits, torch.softmax(logits, dim=-1, out=out[: self.rows])
 
     def _dot(self, left_CV: Tensor, right_CV: Tensor) -> Tensor:
         return torch.mul(left_CV, right_CV, out=self.product[: self.rows]).sum(-1)

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
@@ -26,6 +28,8 @@ from mtp_train.attention import interface
 from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import folder_digest
 
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
@@ -42,12 +46,7 @@ class Target:
         self.path = path
         self.config: PreTrainedConfig = cast(Any, model).config
         self.base: Any = cast(Any, model).base_model
-        if not hasattr(self.base, "layers") or not hasattr(self.base, "rotary_emb"):
-            raise UserError(
-                "a target must be a decoder with `layers` and `rotary_emb`",
-                type(model).__name__,
-                "choose another architecture",
-            )
+        require_architecture(self.config)
 
     @classmethod
     def load(
@@ -64,16 +63,23 @@ class Target:
             dtype: one of `DTYPES`; bfloat16 is what engines serve, float32 is for exact comparisons.
         """
         folder = require_model_folder(path)
-        name = interface.register()
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        model = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=require_dtype(dtype),
-            attn_implementation=name,
-            use_safetensors=True,
-            trust_remote_code=trust_remote_code,
-        )
+        name, wanted = interface.register(), require_dtype(dtype)
+        try:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            model = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=wanted,
+                attn_implementation=name,
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+            )
+        except (OSError, ValueError, SafetensorError) as error:
+            raise UserError(
+                "a target folder must hold a whole model that transformers knows",
+                f"{folder}: {error}",
+                "copy the files again, or choose another target",
+            ) from error
         return cls(cast(nn.Module, model).to(device), folder)
 
     @classmethod
@@ -158,6 +164,23 @@ class Target:
         return target_hash(self.path) if self.path else "unsaved"
 
 
+def require_architecture(config: PreTrainedConfig) -> None:
+    """Refuse what the forward, the head or the export would compute wrongly."""
+    if config.model_type not in MODEL_TYPES:
+        raise UserError(
+            "a target must be of a type that was tried: " + ", ".join(MODEL_TYPES),
+            config.model_type,
+            "choose another target",
+        )
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope not in ROPE_TYPES:
+        raise UserError(
+            "a target's RoPE must not depend on the batch's length: " + ", ".join(ROPE_TYPES),
+            rope,
+            "choose another target",
+        )
+
+
 def target_hash(path: str | Path) -> str:
     """Digest of a target folder's weight files (16 hex digits)."""
     return folder_digest(require_model_folder(path))
@@ -174,6 +197,15 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
             f"{folder}: {error}",
             "copy the tokenizer files into it",
         ) from error
+
+
+def stop_tokens(tokenizer: PreTrainedTokenizerBase, folder: Path | None) -> frozenset[int]:
+    """Tokens that end an answer in serving: the tokenizer's end and those of the folder's generation config."""
+    found = [tokenizer.eos_token_id]
+    if folder is not None and (folder / "generation_config.json").is_file():
+        listed = GenerationConfig.from_pretrained(folder).eos_token_id
+        found += listed if isinstance(listed, list) else [listed]
+    return frozenset(int(token) for token in found if token is not None)
 
 
 def require_model_folder(path: str | Path) -> Path:

@@ -47,6 +47,13 @@ class PrecomputeConfig:
     max_tokens: int = 4096
     gate_sequences: int = 2
 
+    def __post_init__(self) -> None:
+        for name in ("rows_per_shard", "rows_per_forward", "max_tokens", "gate_sequences"):
+            if getattr(self, name) < 1:
+                raise UserError(
+                    f"precompute.{name} must be 1 or more", getattr(self, name), "raise it"
+                )
+
 
 def from_answers(
     answers: Sequence[Answer], config: PrecomputeConfig, accounting: Accounting
@@ -84,6 +91,7 @@ def contract_for(
             [[sequence.key, sequence.tokens, sequence.loss_mask] for sequence in sequences]
         ),
         rows_per_shard=config.rows_per_shard,
+        rows_per_forward=config.rows_per_forward,
     )
 
 
@@ -123,17 +131,20 @@ def precompute(
         _prepare(out, contract)
     ranks.wait()
     shards = plan_shards(sequences, config.rows_per_shard)
-    todo = [index for index in range(len(shards)) if not (out / shard_name(index)).is_file()]
+    todo = {index for index in range(len(shards)) if not (out / shard_name(index)).is_file()}
     done = sum(
         len(sequence.tokens)
         for index, shard in enumerate(shards)
-        if index not in set(todo)
+        if index not in todo
         for sequence in shard
     )
     total = sum(len(sequence.tokens) for sequence in sequences)
     gate = GateResult()
     with progress(total, f"precompute {out.name}", "token", initial=done, shown=ranks.main) as bar:
-        for index in ranks.mine(todo):
+        # Shares go by number, not by what a rank finds undone: ranks look at the folder at different times.
+        for index in ranks.mine(list(range(len(shards)))):
+            if index not in todo:
+                continue
             hidden = torch.cat(
                 [_states(target, pack) for pack in _packs(shards[index], config.rows_per_forward)]
             )
@@ -165,6 +176,8 @@ def _prepare(out: Path, contract: Contract) -> None:
         require_writable(out)
         write_json(note, asdict(contract))
     (out / NAME).unlink(missing_ok=True)
+    for left in out.glob(".*.part"):  # half-written by a killed run
+        left.unlink()
 
 
 def _packs(

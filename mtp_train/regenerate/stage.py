@@ -7,7 +7,8 @@ finished file holds every prompt once, in the source's order: answered + refused
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from mtp_train.core.records import Accounting, Conversation
 from mtp_train.engine.engine import Engine
 from mtp_train.engine.sampling import Sampling
 from mtp_train.engine.sequences import Completion, Request
+from mtp_train.models.target import stop_tokens
 from mtp_train.text.sources import read_conversations, read_rows
 from mtp_train.text.template import ChatTemplate
 
@@ -41,6 +43,20 @@ class RegenerateConfig:
     temperature: float = 0.0
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise UserError(
+                "regenerate.max_new_tokens must be 1 or more", self.max_new_tokens, "raise it"
+            )
+        if self.temperature < 0:
+            raise UserError(
+                "regenerate.temperature must be 0 or more", self.temperature, "raise it"
+            )
+        if any(limit < 0 for limit in self.limits.values()):
+            raise UserError(
+                "regenerate.limits must be 0 or more", self.limits, "use 0 for all rows"
+            )
+
 
 def regenerate(
     engine: Engine,
@@ -52,27 +68,30 @@ def regenerate(
     """Answer the prompts of set `name` into `out`; returns what became of them."""
     accounting = Accounting()
     conversations = read_conversations(config.prompts[name], accounting)
-    limit = config.limits.get(name, 0)
-    if limit:
-        conversations, accounting.used = conversations[:limit], min(limit, accounting.used)
-    journal = out.with_suffix(".journal")
-    answered = _read_journal(journal)
+    limit = config.limits.get(name, 0) or len(conversations)
+    for conversation in conversations[limit:]:
+        accounting.used -= 1
+        accounting.refuse(f"beyond regenerate.limits.{name}", conversation.key)
     template = ChatTemplate(tokenizer)
-    by_key = {conversation.key: conversation for conversation in conversations}
-    if len(by_key) != len(conversations):
+    prompts = _prompts(template, conversations[:limit], accounting)
+    journal = out.with_suffix(".journal")
+    answered = _read_journal(journal) or _read_journal(out)  # a set may be whole already
+    by_key = {conversation.key: conversation for conversation, _ in prompts}
+    if len(by_key) != len(prompts):
         raise UserError(
             "prompt ids must be unique", config.prompts[name], "give every row its own id"
         )
+    stop = stop_tokens(tokenizer, engine.target.path)
     requests = [
-        _request(template, conversation, tokenizer, config)
-        for conversation in conversations
+        Request(conversation.key, ids, config.max_new_tokens, stop)
+        for conversation, ids in prompts
         if conversation.key not in answered
     ]
     if answered:
         say(f"regenerate {name}: {len(answered)} answers found, {len(requests)} to go")
     with (
         open(journal, "a", encoding="utf-8") as file,
-        progress(len(conversations), f"regenerate {name}", "prompt", initial=len(answered)) as bar,
+        progress(len(prompts), f"regenerate {name}", "prompt", initial=len(answered)) as bar,
     ):
 
         def keep(completion: Completion) -> None:
@@ -84,7 +103,7 @@ def regenerate(
 
         engine.generate(requests, Sampling(config.temperature, config.seed), on_finish=keep)
     kept = []
-    for conversation in conversations:
+    for conversation, _ in prompts:
         row = answered[conversation.key]
         if row["finish"].startswith("refused"):
             accounting.used -= 1
@@ -92,27 +111,38 @@ def regenerate(
         else:
             kept.append(row)
     write_text(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
-    journal.unlink()
+    journal.unlink(missing_ok=True)
     return accounting
 
 
-def _request(
-    template: ChatTemplate,
-    conversation: Conversation,
-    tokenizer: PreTrainedTokenizerBase,
-    config: RegenerateConfig,
-) -> Request:
-    prompt = tuple(template.prompt(conversation.messages))
-    return Request(conversation.key, prompt, config.max_new_tokens, stop_tokens(tokenizer))
-
-
-def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Tokens that end an answer."""
-    return (
-        frozenset({int(tokenizer.eos_token_id)})
-        if tokenizer.eos_token_id is not None
-        else frozenset()
-    )
+def _prompts(
+    template: ChatTemplate, conversations: Sequence[Conversation], accounting: Accounting
+) -> list[tuple[Conversation, tuple[int, ...]]]:
+    """Each conversation up to the reply that the target is to give, and its token ids as serving sends them."""
+    found: list[tuple[Conversation, tuple[int, ...]]] = []
+    for conversation in conversations:
+        messages = conversation.messages
+        while messages and messages[-1]["role"] == "assistant":
+            messages = messages[:-1]
+        accounting.used -= 1
+        if not messages:
+            accounting.refuse("nothing to answer before the assistant's turn", conversation.key)
+            continue
+        try:
+            ids = tuple(template.prompt(messages))
+        except UserError as error:
+            accounting.refuse(f"the chat template fails: {error.received}", conversation.key)
+            continue
+        if messages == conversation.messages:
+            accounting.used += 1
+        else:
+            accounting.repair("the given last reply is dropped: the target writes its own")
+        found.append((replace(conversation, messages=messages), ids))
+    if not found:
+        raise UserError(
+            "regenerate needs at least one prompt", accounting.as_dict(), "see the reasons"
+        )
+    return found
 
 
 def _row(conversation: Conversation, completion: Completion) -> dict[str, Any]:

@@ -39,6 +39,7 @@ class Contract:
     dtype: str  # of the stored rows
     data_digest: str  # of the token sequences and masks, in order
     rows_per_shard: int
+    rows_per_forward: int  # another packing rounds differently: shards of one store share it
 
     def require(self, **expected: object) -> None:
         """Raise unless the named fields have the expected values."""
@@ -91,7 +92,7 @@ def load_manifest(folder: Path) -> Manifest:
         raise UserError(
             f"a store must have format {FORMAT}", raw.get("format"), "run precompute again"
         )
-    missing = {item.name for item in fields(Contract)} - set(raw["contract"])
+    missing = {item.name for item in fields(Contract)} - set(raw.get("contract", ()))
     if missing:
         raise UserError(
             "a manifest must say what its features are",

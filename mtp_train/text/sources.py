@@ -16,6 +16,7 @@ from typing import Any
 from mtp_train.core.errors import UserError
 from mtp_train.core.records import Accounting, Conversation
 
+ANSWER_KEYS = {"id", "category", "messages", "prompt_ids", "output_ids", "finish"}
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -32,7 +33,7 @@ class Answer:
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[int, Any]]:
-    """(line number, value) of each line of a JSON-lines file; a damaged line yields its `json.JSONDecodeError`."""
+    """(line number, value) of each line of a JSON-lines file; a damaged line yields its `ValueError`."""
     source = Path(path)
     if not source.is_file():
         raise UserError("a data file must exist", source, "check data paths")
@@ -41,9 +42,12 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, Any]]:
             if not line.strip():
                 continue
             try:
-                yield number, json.loads(line.decode("utf-8"))
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                yield number, error
+                yield number, json.loads(line.decode("utf-8-sig"))
+            except (
+                ValueError,
+                RecursionError,
+            ) as error:  # also numbers and nesting beyond Python's limits
+                yield number, ValueError(str(error))
 
 
 def read_conversations(path: str | Path, accounting: Accounting) -> list[Conversation]:
@@ -57,9 +61,8 @@ def read_conversations(path: str | Path, accounting: Accounting) -> list[Convers
         messages = tuple(
             {"role": message["role"], "content": message["content"]} for message in row["messages"]
         )
-        found.append(
-            Conversation(str(row.get("id", number)), messages, str(row.get("category", "all")))
-        )
+        key = number if row.get("id") is None else row["id"]
+        found.append(Conversation(str(key), messages, str(row.get("category", "all"))))
         accounting.used += 1
     _require_any(found, path, accounting)
     return found
@@ -69,7 +72,7 @@ def read_answers(path: str | Path, accounting: Accounting) -> list[Answer]:
     """The target's answers that `regenerate` wrote."""
     found: list[Answer] = []
     for number, row in read_rows(path):
-        if isinstance(row, Exception) or not isinstance(row, dict) or "output_ids" not in row:
+        if not isinstance(row, dict) or not set(row) >= ANSWER_KEYS:
             accounting.refuse("not a regenerated answer", f"{path}:{number}")
             continue
         if not row["output_ids"]:
@@ -90,6 +93,8 @@ def _fault(row: Any) -> str:
         return "not valid JSON in UTF-8"
     if not isinstance(row, dict):
         return "not a JSON object"
+    if row.get("tools"):
+        return "tools are not rendered"
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         return "no `messages`; known forms: messages, prompt_ids + output_ids"
@@ -98,6 +103,10 @@ def _fault(row: Any) -> str:
             return "a message without a role of " + ", ".join(ROLES)
         if not isinstance(message.get("content"), str) or not message["content"].strip():
             return "a message without text"
+        if message.get("tool_calls") or message.get("reasoning_content"):
+            return "tool calls and reasoning are not rendered"
+        if any(0xD800 <= ord(letter) <= 0xDFFF for letter in message["content"]):
+            return "a message with half a surrogate pair"
     return ""
 
 

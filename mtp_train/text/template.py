@@ -96,7 +96,7 @@ class ChatTemplate:
             encoded: Any = self.tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=generate, tokenize=True, return_dict=True
             )
-        except (TemplateError, TypeError, KeyError) as error:
+        except (TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
             raise UserError(
                 "the chat template must render the messages",
                 f"{type(error).__name__}: {error}",

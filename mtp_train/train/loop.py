@@ -89,6 +89,20 @@ class TrainConfig:
         ):
             if getattr(self, name) < 1:
                 raise UserError(f"train.{name} must be 1 or more", getattr(self, name), "raise it")
+        if self.learning_rate <= 0 or self.clip <= 0 or self.loss_vocabulary < 0:
+            values = {
+                key: getattr(self, key) for key in ("learning_rate", "clip", "loss_vocabulary")
+            }
+            raise UserError(
+                "train.learning_rate and clip must be above 0, loss_vocabulary 0 or more",
+                values,
+                "raise it",
+            )
+        geometric(self.rollout_steps, self.decay)  # refuses a decay out of range
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
+            raise UserError(
+                "train.beta1 and beta2 must lie in [0, 1)", (self.beta1, self.beta2), "use 0.9"
+            )
 
 
 @dataclass(frozen=True)
@@ -127,12 +141,13 @@ class _Trainer:
             store.manifest.contract.require(
                 target_hash=target.hash, state=target.state, hidden_size=target.hidden_size
             )
-        if not features.manifest.loss_tokens:
-            raise UserError(
-                "training needs tokens with loss",
-                "none in the store",
-                "check the loss masks: no reply is trained",
-            )
+        for name, store in (("features", features), ("held-out features", held_out)):
+            if not store.manifest.loss_tokens:
+                raise UserError(
+                    "training needs tokens with loss",
+                    f"none in the {name}",
+                    "check the loss masks: no reply is trained",
+                )
         self.target, self.head, self.features, self.held_out = target, head, features, held_out
         self.config, self.accelerator, self.out = config, accelerator, out
         self.lengths = features.lengths()
@@ -144,9 +159,10 @@ class _Trainer:
             head, config.learning_rate, (config.beta1, config.beta2), config.weight_decay
         )
         vocabulary = self._vocabulary() if config.loss_vocabulary else None
-        self.module, self.optimizer = accelerator.prepare(
-            RolloutModule(head, target, vocabulary), optimizer
-        )
+        self.own = RolloutModule(
+            head, target, vocabulary
+        )  # unwrapped: validates without other ranks
+        self.module, self.optimizer = accelerator.prepare(self.own, optimizer)
         self.raw_optimizer: torch.optim.Optimizer = getattr(
             self.optimizer, "optimizer", self.optimizer
         )
@@ -257,20 +273,20 @@ class _Trainer:
     @torch.no_grad()
     def _validate(self) -> None:
         """Measure the held-out features; every rank its share of packs."""
-        self.module.eval()
+        self.own.eval()
         sums = ValidationSums(self.config.rollout_steps)
         packs = list(ordered_packs(self.held_out.lengths(), max(self.config.rows, 2048)))
         for indices in packs[self.accelerator.process_index :: self.accelerator.num_processes]:
             with self.accelerator.autocast():
                 sums.add(
-                    self.module(
+                    self.own(
                         load_pack(self.held_out, indices, self.target.device),
                         self.config.rollout_steps,
                         measure=True,
                     )
                 )
-        self.module.train()
-        sums.reduce(lambda tensor: self.accelerator.reduce(tensor, "sum"))
+        self.own.train()
+        sums.reduce(lambda sums: self.accelerator.reduce(sums.to(self.target.device), "sum"))
         summary = sums.summary()
         self._log({"step": self.step, "validation": summary})
         if self.accelerator.is_main_process:

@@ -57,4 +57,6 @@ def load_optimizer(
     parameters = dict(module.named_parameters())
     for full, tensor in tensors.items():
         name, key = full.rsplit(".", 1)
-        optimizer.state[parameters[name]][key] = tensor
+        # AdamW keeps its step count on the CPU, its moments beside the parameter.
+        home = tensor.device if key == "step" else parameters[name].device
+        optimizer.state[parameters[name]][key] = tensor.to(home)
