@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mtp_train.store.shards import FeatureSequence, FeatureStore
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,16 +49,21 @@ def epoch_packs(lengths: Sequence[int], rows: int, seed: int, epoch: int) -> lis
 
 def ordered_packs(lengths: Sequence[int], rows: int) -> Iterator[list[int]]:
     """Sequence indices of each pack in the store's own order: for validation."""
-    pack: list[int] = []
+    return fill(list(enumerate(lengths)), rows)
+
+
+def fill(sized: Sequence[tuple[T, int]], budget: int) -> Iterator[list[T]]:
+    """Group consecutive (item, size) pairs by a budget; an item above it stands alone."""
+    group: list[T] = []
     used = 0
-    for index, length in enumerate(lengths):
-        if pack and used + length > rows:
-            yield pack
-            pack, used = [], 0
-        pack.append(index)
-        used += length
-    if pack:
-        yield pack
+    for item, size in sized:
+        if group and used + size > budget:
+            yield group
+            group, used = [], 0
+        group.append(item)
+        used += size
+    if group:
+        yield group
 
 
 def load_pack(store: FeatureStore, indices: Sequence[int], device: torch.device) -> Pack:

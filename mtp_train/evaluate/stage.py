@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
@@ -38,8 +39,8 @@ class EvaluateConfig:
         drafts: k, drafted tokens per step.
         max_new_tokens: longest output.
         temperature: of the sampled run beside the greedy one.
-        sampled_prompts: prompts per set of the sampled run, evenly over the set.
-        speed_prompts: prompts of the speed run at batch 1 (evenly over the first set; 0 leaves it out).
+        sampled_prompts: prompts per set of the sampled run, a fixed draw from the set.
+        speed_prompts: prompts of the speed run at batch 1 (a fixed draw from the first set; 0 leaves it out).
         lossless_prompts: prompts per set compared in float32 (0 leaves it out).
         lossless_tokens: longest output compared.
         reference_prompts: of these, compared with transformers' generate too.
@@ -191,7 +192,7 @@ def make_examples(
     completions: Sequence[Completion],
     count: int,
 ) -> list[dict[str, Any]]:
-    """Outputs with each token's origin, evenly over the set."""
+    """Outputs with each token's origin, a fixed draw from the set."""
     messages = {answer.key: answer.messages for answer in prompts.answers}
     return [
         example(tokenizer, done, messages[done.key][-1]["content"], prompts.categories[done.key])
@@ -209,9 +210,11 @@ def validation_figures(
 
 
 def spread(items: Sequence[T], count: int) -> list[T]:
-    """`count` items evenly over a sequence."""
-    count = min(count, len(items))
-    return [items[index * len(items) // count] for index in range(count)]
+    """`count` items of a sequence, in order, drawn with a fixed seed: a regular stride would meet only one of two
+    categories that take turns.
+    """
+    chosen = np.random.default_rng(0).permutation(len(items))[:count]
+    return [items[index] for index in sorted(chosen.tolist())]
 
 
 def _run(

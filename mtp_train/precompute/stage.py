@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from mtp_train.attention.packed import PackedContext
+from mtp_train.batches.pack import fill
 from mtp_train.core.dist import Ranks
 from mtp_train.core.errors import UserError
 from mtp_train.core.progress import progress, say
@@ -27,8 +27,6 @@ from mtp_train.precompute.gate import GateResult, check_choices, check_rows
 from mtp_train.store.manifest import NAME, Contract, Manifest
 from mtp_train.store.shards import describe_shard, open_shard, shard_name, write_shard
 from mtp_train.text.sources import Answer
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -100,20 +98,6 @@ def plan_shards(
 ) -> list[list[TokenizedConversation]]:
     """Consecutive sequences whose rows fit the budget."""
     return list(fill([(sequence, len(sequence.tokens)) for sequence in sequences], budget))
-
-
-def fill(sized: Sequence[tuple[T, int]], budget: int) -> Iterator[list[T]]:
-    """Group consecutive items by size; an item above the budget stands alone."""
-    group: list[T] = []
-    used = 0
-    for item, size in sized:
-        if group and used + size > budget:
-            yield group
-            group, used = [], 0
-        group.append(item)
-        used += size
-    if group:
-        yield group
 
 
 @torch.inference_mode()
