@@ -196,7 +196,7 @@ class _Trainer:
                     }
                 )
                 bar.update()
-                bar.set_postfix(loss=f"{loss:.3f}")
+                bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
                 if self.step in validate_at:
                     self._validate()
                 if self.step in save_at:
