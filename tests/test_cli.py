@@ -139,6 +139,41 @@ def mistake(capsys: pytest.CaptureFixture[str], name: str, *arguments: str) -> s
     return lines[0]
 
 
+def held_out(folder: Path) -> Path:
+    """A held-out file with nothing wrong in it."""
+    path = folder / "held.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "held out"}]}) + "\n")
+    return path
+
+
+def test_prompts_that_are_trained_and_held_out(
+    capsys: pytest.CaptureFixture[str], target_folder: Path, tmp_path: Path
+) -> None:
+    both = held_out(tmp_path)
+    line = mistake(
+        capsys,
+        "regenerate",
+        f"target.path={target_folder}",
+        f"run={tmp_path / 'run'}",
+        f"regenerate.prompts.train={both}",
+        f"regenerate.prompts.heldout={both}",
+    )
+    assert "1 of 1" in line
+
+
+def test_a_misspelt_key_is_answered_with_the_right_one(capsys: pytest.CaptureFixture[str]) -> None:
+    line = mistake(capsys, "train", "target.path=x", "train.epoch=1", "run=runs/none")
+    assert "did you mean train.epochs?" in line
+    assert "target.path is needed" in mistake(capsys, "train", "run=runs/none")
+
+
+def test_a_run_folder_that_no_export_could_be_served_from(
+    capsys: pytest.CaptureFixture[str], target_folder: Path, tmp_path: Path
+) -> None:
+    line = mistake(capsys, "train", f"target.path={target_folder}", f"run={tmp_path / 'eagle-1'}")
+    assert "eagle-" in line
+
+
 def test_a_stage_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     line = mistake(capsys, "trian")
     assert "trian" in line
@@ -275,7 +310,8 @@ def test_a_missing_target_folder(capsys: pytest.CaptureFixture[str], tmp_path: P
         "regenerate",
         "target.path=/no/such/folder",
         f"run={tmp_path}",
-        f"+regenerate.prompts.train={tmp_path}/prompts.jsonl",
+        f"regenerate.prompts.train={tmp_path}/prompts.jsonl",
+        f"regenerate.prompts.heldout={tmp_path}/prompts.jsonl",
     )
     assert "/no/such/folder" in line
 
@@ -330,11 +366,19 @@ def test_a_damaged_target_folder(
     ("change", "part"),
     [
         ([], "regenerate.prompts must name"),
-        (["+regenerate.prompts.train=/no/such.jsonl"], "/no/such.jsonl"),
+        (
+            [f"regenerate.prompts.{name}=/no/such.jsonl" for name in ("train", "heldout")],
+            "/no/such.jsonl",
+        ),
+        (["regenerate.prompts.train=/no/such.jsonl"], "heldout"),
+        (
+            [f"regenerate.prompts.{name}=x" for name in ("train", "heldout", "held_out")],
+            "held_out",
+        ),
         (["regenerate.prompts=prompts.jsonl"], "prompts"),
         (["+regenerate.prompts.train=3"], "prompts"),
     ],
-    ids=["none", "missing file", "no names", "no path"],
+    ids=["none", "missing file", "no held-out set", "unknown set", "no names", "no path"],
 )
 def test_prompts_that_can_not_be_read(
     capsys: pytest.CaptureFixture[str],
@@ -360,7 +404,8 @@ def test_a_prompts_file_without_a_usable_row(
         "regenerate",
         f"target.path={target_folder}",
         f"run={tmp_path / 'run'}",
-        f"+regenerate.prompts.train={tmp_path / 'p.jsonl'}",
+        f"regenerate.prompts.train={tmp_path / 'p.jsonl'}",
+        f"regenerate.prompts.heldout={held_out(tmp_path)}",
     )
     assert "at least one usable row" in line
 
@@ -375,7 +420,8 @@ def test_prompts_whose_ids_repeat(
         "regenerate",
         f"target.path={target_folder}",
         f"run={tmp_path / 'run'}",
-        f"+regenerate.prompts.train={tmp_path / 'p.jsonl'}",
+        f"regenerate.prompts.train={tmp_path / 'p.jsonl'}",
+        f"regenerate.prompts.heldout={held_out(tmp_path)}",
     )
     assert "unique" in line
 

@@ -9,5 +9,5 @@ out="${OUT:-runs/gpu_check}"
 "$python" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "error: no CUDA device")'
 "$python" -m pytest -m gpu -q
 "$python" -m mtp_train.cli.main run recipe=smollm2_mtp_cpu run="$out" target.device=cuda \
-  '++regenerate.limits={train: 300, heldout: 24, ood: 8}' train.epochs=2 evaluate.speed_prompts=2
+  'regenerate.limits={train: 300, heldout: 24, ood: 8}' train.epochs=2 evaluate.speed_prompts=2
 cat "$out/report/report.md"

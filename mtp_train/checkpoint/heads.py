@@ -17,7 +17,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mtp_train.core.errors import UserError
-from mtp_train.core.provenance import file_digest, read_json, require_writable, versions, write_json
+from mtp_train.core.provenance import (
+    file_digest,
+    read_json,
+    require_writable,
+    usual_mode,
+    versions,
+    write_json,
+)
 from mtp_train.heads.mtp import MtpHead
 from mtp_train.models.target import Target
 
@@ -69,6 +76,8 @@ def save_checkpoint(
     for name, value in (notes or {}).items():
         write_json(temporary / name, value)
     write_json(temporary / CARD, asdict(card) | {"sha256": file_digest(temporary / TENSORS)})
+    for path in temporary.glob("*.safetensors"):
+        usual_mode(path)
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(temporary, folder)
 

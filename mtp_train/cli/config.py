@@ -6,7 +6,9 @@ A recipe is `recipes/<name>/config.yaml`: values that stand between the defaults
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
+import re
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -18,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from mtp_train.core.errors import UserError
 
 T = TypeVar("T")
+FREE = ("regenerate.prompts", "regenerate.limits")
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -26,21 +29,43 @@ def load_config(overrides: list[str]) -> dict[str, Any]:
     name = next(
         (item.split("=", 1)[1] for item in reversed(overrides) if item.startswith("recipe=")), ""
     )
-    rest = [item for item in overrides if not item.startswith("recipe=")]
+    rest = [_free(item) for item in overrides if not item.startswith("recipe=")]
     recipe = recipe_overrides(name) if name else []
     try:
         with initialize_config_dir(str(conf_folder()), version_base="1.3"):
             composed = compose("config", overrides=[*recipe, *rest])
             resolved = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(
-            "overrides must name keys of the configuration",
-            f"{' '.join(rest) or name} ({reason})",
-            "see conf/ for the keys",
-        ) from error
+        raise _explained(str(error), rest) from error
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()} | {"recipe": name}
+
+
+def _free(override: str) -> str:
+    """Sets of prompts are named freely: such keys are set whether or not the defaults have them."""
+    return f"++{override}" if override.startswith(FREE) else override
+
+
+def _explained(reason: str, overrides: list[str]) -> UserError:
+    """Hydra's complaint in terms of our keys."""
+    missing = re.search(r"full_key: (\S+)", reason)
+    if "Missing mandatory value" in reason and missing:
+        return UserError(f"{missing[1]} is needed", "nothing", f"add {missing[1]}=VALUE")
+    unknown = re.search(r"Could not override '([^']+)'", reason)
+    if unknown:
+        with initialize_config_dir(str(conf_folder()), version_base="1.3"):
+            known = _keys(OmegaConf.to_container(compose("config")))
+        close = difflib.get_close_matches(unknown[1], known, n=1)
+        remedy = f"did you mean {close[0]}?" if close else "see conf/ for the keys"
+        return UserError("an override must name a key of the configuration", unknown[1], remedy)
+    received = f"{' '.join(overrides)} ({' '.join(reason.split())})"
+    return UserError("overrides must be key=value", received, "see conf/ for the keys")
+
+
+def _keys(values: Any, prefix: str = "") -> list[str]:
+    if not isinstance(values, dict):
+        return [prefix.removesuffix(".")]
+    return [key for name, value in values.items() for key in _keys(value, f"{prefix}{name}.")]
 
 
 def conf_folder() -> Path:
@@ -80,9 +105,7 @@ def _flatten(values: dict[Any, Any], folder: str, prefix: str = "") -> list[tupl
             rows += _flatten(value, folder, f"{prefix}{key}.")
         else:
             text = value.replace("{recipe}", folder) if isinstance(value, str) else value
-            # `++` sets a key whether or not the defaults have it: sets of prompts are named freely.
-            force = "++" if prefix.startswith(("regenerate.prompts", "regenerate.limits")) else ""
-            rows.append((f"{force}{prefix}{key}", json.dumps(text, ensure_ascii=False)))
+            rows.append((_free(f"{prefix}{key}"), json.dumps(text, ensure_ascii=False)))
     return rows
 
 

@@ -19,7 +19,7 @@ from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import folder_digest
 from mtp_train.engine.engine import EngineConfig
 from mtp_train.evaluate.stage import EvaluateConfig
-from mtp_train.export.stage import ExportConfig
+from mtp_train.export.stage import ExportConfig, require_servable
 from mtp_train.heads.mtp import MtpConfig
 from mtp_train.models.target import (
     Target,
@@ -100,6 +100,7 @@ class Job:
         )
         self.target_config: TargetConfig = self.section("target", TargetConfig)
         self.folder = RunFolder(Path(self.run.run))
+        require_servable(self.folder.root)
         for (
             name,
             cls,

@@ -20,7 +20,7 @@ keys:   see conf/ (target.path, run, train.epochs, ...); `run` names the folder 
 
 def main() -> int:
     arguments = sys.argv[1:]
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
+    if not arguments or {"-h", "--help", "help"} & set(arguments):
         print(USAGE)
         return 0 if arguments else 2
     return guarded(lambda: dispatch(arguments[0], arguments[1:]))

@@ -11,17 +11,23 @@ from mtp_train.cli.run_folder import run_stage
 from mtp_train.core.errors import UserError
 from mtp_train.core.progress import say
 from mtp_train.core.provenance import file_digest, write_json
+from mtp_train.core.records import Accounting
 from mtp_train.engine.engine import Engine
 from mtp_train.regenerate.stage import RegenerateConfig, regenerate
+from mtp_train.text.sources import read_conversations
+
+SETS = ("train", "heldout", "ood")
 
 
 def stage(job: Job) -> None:
     config: RegenerateConfig = job.section("regenerate", RegenerateConfig)
-    if not config.prompts:
+    missing = [name for name in ("train", "heldout") if name not in config.prompts]
+    unknown = sorted({*config.prompts, *config.limits} - set(SETS))
+    if missing or unknown:
         raise UserError(
-            "regenerate.prompts must name at least one file",
-            "none",
-            "add regenerate.prompts.train=FILE, or use a recipe",
+            "regenerate.prompts must name train and heldout, and may name ood",
+            f"missing {missing}, unknown {unknown}",
+            "add regenerate.prompts.NAME=FILE, or use a recipe",
         )
     for path in config.prompts.values():
         if not Path(path).is_file():
@@ -38,14 +44,41 @@ def stage(job: Job) -> None:
 
 
 def _work(job: Job, config: RegenerateConfig) -> Any:
+    _require_disjoint(config)
     engine = Engine(job.target(), None, job.engine_config)
     counts: dict[str, Any] = {}
     for name in config.prompts:
         accounting = regenerate(engine, job.tokenizer, config, name, job.folder.answers(name))
         counts[name] = accounting.as_dict()
-        refused = sum(accounting.refused.values())
-        say(
-            f"regenerate {name}: {accounting.used} answered + {refused} refused = {accounting.total}"
-        )
+        _tell(name, accounting)
     write_json(job.folder.stage("regenerate") / "accounting.json", counts)
     return {name: file_digest(job.folder.answers(name)) for name in config.prompts}
+
+
+def _tell(name: str, accounting: Accounting) -> None:
+    """One line of counts, one per reason."""
+    repaired, refused = sum(accounting.repaired.values()), sum(accounting.refused.values())
+    counts = f"{accounting.used} answered + {repaired} repaired + {refused} refused"
+    say(f"regenerate {name}: {counts} = {accounting.total}")
+    for rule, rows in accounting.repaired.items():
+        say(f"  repaired {rows}: {rule}")
+    for reason, rows in accounting.refused.items():
+        say(f"  refused {rows}: {reason} (first: {accounting.examples[reason]})")
+
+
+def _require_disjoint(config: RegenerateConfig) -> None:
+    """A held-out prompt that is trained on measures memory."""
+    kept = {
+        name: {
+            conversation.messages_text for conversation in read_conversations(path, Accounting())
+        }
+        for name, path in config.prompts.items()
+    }
+    for name in set(kept) - {"train"}:
+        shared = len(kept["train"] & kept[name])
+        if shared:
+            raise UserError(
+                f"prompts of {name} must not be among those of train",
+                f"{shared} of {len(kept[name])} are",
+                "hold out whole conversations",
+            )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from mtp_train.checkpoint.heads import read_card
 from mtp_train.cli.job import Job
 from mtp_train.cli.run_folder import run_stage
+from mtp_train.core.errors import UserError
 from mtp_train.core.progress import say
 from mtp_train.core.provenance import file_digest, read_json
 from mtp_train.report.stage import write_report
@@ -23,7 +25,14 @@ def _work(job: Job) -> Any:
         json.loads(line)
         for line in (job.folder.stage("train") / CURVES).read_text(encoding="utf-8").splitlines()
     ]
+    evaluation = read_json(job.folder.evaluation)
+    if evaluation["head"]["sha256"] != read_card(job.folder.head).sha256:
+        raise UserError(
+            "a report shows the head that was evaluated",
+            "an evaluation of an earlier head",
+            "run mtp-train evaluate first",
+        )
     out = job.folder.stage("report")
-    write_report(read_json(job.folder.evaluation), curves, job.folder.seconds("report"), out)
+    write_report(evaluation, curves, job.folder.seconds("report"), out)
     say(f"report: open {out / 'index.html'}")
     return file_digest(out / "report.json")

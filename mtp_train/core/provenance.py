@@ -54,9 +54,19 @@ def atomic_path(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         yield temporary
+        usual_mode(temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def usual_mode(path: Path) -> None:
+    """Give a file the permissions that the umask asks for: safetensors writes for its owner alone, and a serving
+    engine often runs as another user.
+    """
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
 
 
 def write_text(path: Path, text: str) -> None:

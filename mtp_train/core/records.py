@@ -13,6 +13,11 @@ class Conversation:
     messages: tuple[dict[str, str], ...]  # {"role": ..., "content": ...}
     category: str = "all"
 
+    @property
+    def messages_text(self) -> tuple[tuple[str, str], ...]:
+        """Roles and contents, to compare conversations by."""
+        return tuple((message["role"], message["content"]) for message in self.messages)
+
 
 @dataclass(frozen=True)
 class TokenizedConversation:

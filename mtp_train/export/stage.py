@@ -19,7 +19,14 @@ from torch import Tensor
 from mtp_train.attention.packed import RolloutContext
 from mtp_train.batches.align import rollout
 from mtp_train.core.errors import UserError
-from mtp_train.core.provenance import read_json, require_writable, versions, write_json, write_text
+from mtp_train.core.provenance import (
+    read_json,
+    require_writable,
+    usual_mode,
+    versions,
+    write_json,
+    write_text,
+)
 from mtp_train.export import mimo
 from mtp_train.heads.mtp import MtpHead
 from mtp_train.models.target import Target
@@ -63,15 +70,16 @@ def export_head(
 
     figures: what the model card shows of the evaluation.
     """
-    _require_servable(out)
+    require_servable(out)
     temporary = out.with_name(f".{out.name}.part")
     shutil.rmtree(temporary, ignore_errors=True)
     require_writable(temporary)
     save_file(
         mimo.export_tensors(head, target.dtype), temporary / TENSORS, metadata={"format": "pt"}
     )
+    usual_mode(temporary / TENSORS)
     write_json(temporary / "config.json", mimo.config(target))
-    write_text(temporary / "README.md", model_card(target, config, figures))
+    write_text(temporary / "README.md", model_card(target, config, figures, out))
     try:
         check = reload_check(head, target, temporary)
     except UserError:
@@ -168,11 +176,12 @@ def _chain_logits(head: MtpHead, target: Target, position: int) -> list[Tensor]:
     return logits
 
 
-def _require_servable(out: Path) -> None:
+def require_servable(out: Path) -> None:
+    """Refuse a path that would make vLLM read another method from it."""
     found = [word for word in FORBIDDEN if word in str(out.resolve()).lower()]
     if found:
         raise UserError(
-            "the export's path must not contain "
+            "a run folder's path must not contain "
             + ", ".join(FORBIDDEN)
             + " (vLLM would override the method)",
             out,
@@ -180,7 +189,7 @@ def _require_servable(out: Path) -> None:
         )
 
 
-def model_card(target: Target, config: ExportConfig, figures: dict[str, Any]) -> str:
+def model_card(target: Target, config: ExportConfig, figures: dict[str, Any], out: Path) -> str:
     """README.md of the export: what it is, how to serve it, what was measured."""
     greedy = figures.get("greedy")
     measured = "Acceptance was not measured before this export."
@@ -189,31 +198,42 @@ def model_card(target: Target, config: ExportConfig, figures: dict[str, Any]) ->
         measured = (
             f"Measured in mtp_train's engine, greedy, k = {len(greedy['per_position'])}, "
             f"{greedy['prompts']} held-out prompts: "
-            f"tau {greedy['tau']:.3f}, acceptance per position {positions}."
+            f"tau {greedy['tau']:.3f}, acceptance per position {positions}. "
+            "Which k is fastest depends on the machine: the run's report compares them at batch 1."
         )
-    name = target.path.name if target.path else "the target"
+    folder = target.path.resolve() if target.path else "TARGET"
     libraries = ", ".join(f"{key} {value}" for key, value in versions().items())
-    return f"""# Draft head for {name}
+    overrides = '{"num_nextn_predict_layers": 1}'
+    draft = f'{{"method": "mtp", "model": "{out.resolve()}", "num_speculative_tokens": 3}}'
+    return f"""# Draft head for {target.path.name if target.path else "the target"}
 
-An MTP head ({config.format} layout) that drafts for the target with weights hash `{target.hash}`.
-Use it with no other target.
+An MTP head ({config.format} layout). It drafts for one target only: the weights that mtp_train's
+`target_hash` calls `{target.hash}`. It has no tokenizer, embedding or lm_head: those are the target's.
+`config.json` names the target's `model_type` and the layout's architecture, as vLLM expects of an MTP draft.
 
 {measured}
 
-## vLLM (0.32.0 tried)
+## vLLM (0.32.0, CPU build, tried)
 
 ```python
-LLM(model=TARGET, hf_overrides={{"num_nextn_predict_layers": 1}},
-    speculative_config={{"method": "mtp", "model": HEAD, "num_speculative_tokens": 3}})
+from vllm import LLM
+
+llm = LLM(model="{folder}", hf_overrides={overrides}, speculative_config={draft})
 ```
 
-`HEAD` must not contain {", ".join(f"`{word}`" for word in FORBIDDEN)}: vLLM would take another method.
+`hf_overrides` tells vLLM that the target has an MTP layer beside it. The same as a server (not run here):
+
+```
+vllm serve {folder} --hf-overrides '{overrides}' --speculative-config '{draft}'
+```
+
+The head's path must not contain {", ".join(f"`{word}`" for word in FORBIDDEN)}: vLLM would take another method.
 
 ## SGLang (from its source, not run)
 
 ```
-python -m sglang.launch_server --model-path TARGET --speculative-algorithm EAGLE \\
-    --speculative-draft-model-path HEAD --speculative-num-steps 3 \\
+python -m sglang.launch_server --model-path {folder} --speculative-algorithm EAGLE \\
+    --speculative-draft-model-path {out.resolve()} --speculative-num-steps 3 \\
     --speculative-eagle-topk 1 --speculative-num-draft-tokens 4
 ```
 

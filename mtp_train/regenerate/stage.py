@@ -110,6 +110,10 @@ def regenerate(
             accounting.refuse(row["finish"], conversation.key)
         else:
             kept.append(row)
+    if not kept:
+        raise UserError(
+            "at least one prompt must be answered", accounting.refused, "mend what the reasons name"
+        )
     write_text(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
     journal.unlink(missing_ok=True)
     return accounting

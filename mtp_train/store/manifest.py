@@ -120,5 +120,5 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
             raise UserError(
                 "a shard must be the file its manifest names",
                 f"{path} missing or changed",
-                "delete the store and run precompute again",
+                f"delete {folder} and run precompute again",
             )

@@ -177,6 +177,9 @@ class _Trainer:
         self._resume()
         validate_at = _marks(self.total, self.config.validations)
         save_at = _marks(self.total, self.config.checkpoints)
+        if self.total <= self.config.warmup_steps and self.accelerator.is_main_process:
+            steps = f"{self.total} steps, {self.config.warmup_steps} of them warm-up"
+            say(f"train: only {steps}: this head will hardly have learnt anything")
         if self.step == 0:
             self._validate()
         with progress(
