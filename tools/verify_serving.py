@@ -91,11 +91,11 @@ def serving_checks(args: argparse.Namespace) -> list[dict[str, Any]]:
     answers = read_answers(job.folder.answers("heldout"), Accounting())[: args.prompts]
     folder = job.folder.export("mimo_mtp")
     theirs = serve(args, job.target(), folder, [answer.prompt_ids for answer in answers], "heldout")
-    prompt, output = max(
-        zip(theirs["prompts"], theirs["outputs"], strict=True), key=lambda r: len(r[1])
-    )
+    prompts, outputs = theirs["prompts"], theirs["outputs"]
     rows = [compare(job, import_head(folder, job.target()), theirs, args)]
-    rows.append(overfitted(job, Answer("sample", "all", (), prompt, output, "length"), args))
+    index, length = rows[0]["longest_common"]
+    sample = Answer("sample", "all", (), prompts[index], outputs[index][:length], "length")
+    rows.append(overfitted(job, sample, args))
     write_json(args.run / "serving" / "comparison.json", rows)
     return rows
 
@@ -130,19 +130,16 @@ def compare(
     show("vLLM", theirs)
     show("ours, along vLLM's text", figures(same_text, args.k))
     show("ours, running free", figures(free, args.k))
-    parted = [
-        first_difference(o, c.tokens) for o, c in zip(outputs, free, strict=True) if o != c.tokens
-    ]
-    same = len(outputs) - len(parted)
-    print(
-        f"  texts: {same} of {len(outputs)} equal; the others part at near-ties, at tokens {sorted(parted)[:8]}"
-    )
+    common = [first_difference(o, c.tokens) for o, c in zip(outputs, free, strict=True)]
+    same = sum(o == c.tokens for o, c in zip(outputs, free, strict=True))
+    print(f"  texts: {same} of {len(outputs)} equal; the others part at near-ties")
     ours = figures(same_text, args.k)
     return {
         "check": "export",
         "vllm": theirs,
         "ours": ours,
         "ours_free": figures(free, args.k),
+        "longest_common": [common.index(max(common)), max(common)],
         "failures": gaps(theirs, ours),
     }
 
@@ -150,7 +147,8 @@ def compare(
 def overfitted(job: Job, answer: Answer, args: argparse.Namespace) -> dict[str, Any]:
     """Check 2: a head overfitted on one sample, in both engines.
 
-    The sample is a text of vLLM's own: it says it again, where ours would have parted from it at a near-tie.
+    The sample is the longest text that both engines wrote: where they part at a near-tie, the head learns the
+    trainer's choice and vLLM's counts as a miss.
     """
     target = job.target()
     with tempfile.TemporaryDirectory() as scratch:
