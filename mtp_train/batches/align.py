@@ -50,8 +50,7 @@ def rollout(token_T: Tensor, loss_mask_T: Tensor, offsets: Sequence[int], steps:
     row_T = torch.arange(len(token_T), device=token_T.device)
     token_ST = torch.stack([_later(token_T, row_T + 1 + step, end_T) for step in range(steps)])
     position_ST = torch.stack([row_T - begin_T + step for step in range(steps)])
-    following_T = row_T + 1 < end_T
-    goal_N = row_T[following_T & (_later(loss_mask_T, row_T + 1, end_T) > 0)]
+    goal_N = row_T[_later(loss_mask_T, row_T + 1, end_T) > 0]
     source_SN = torch.stack([goal_N - 1 - step for step in range(steps)])
     valid_SN = source_SN >= begin_T[goal_N]
     return Rollout(
