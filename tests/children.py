@@ -23,7 +23,7 @@ from mtp_train.core.records import Accounting
 from mtp_train.heads.mtp import MtpConfig, build
 from mtp_train.precompute import stage as precomputing
 from mtp_train.precompute.stage import PrecomputeConfig, precompute
-from mtp_train.store import manifest, shards
+from mtp_train.store import manifest, places
 from mtp_train.store.shards import FeatureStore
 from mtp_train.train import loop
 from mtp_train.train.loop import TrainConfig, train
@@ -100,7 +100,7 @@ def precompute_slowly(out: Path, fate: str = "") -> None:
 
     target.forward = slow  # type: ignore[method-assign]
     if fate == "half a shard":
-        shards.save_file = dies_at(3, shards.save_file, half)
+        places.save_bytes = dies_at(3, places.save_bytes, half)
     if fate == "before the manifest":
         manifest.Manifest.save = dies_at(1, manifest.Manifest.save)  # type: ignore[method-assign]
     if fate == "before the contract":

@@ -58,6 +58,8 @@ LIBRARIES = {
         "export",
         "cli",
     ),
+    "fsspec": ("store/places.py",),
+    "zstandard": ("store/codecs.py",),
     "gguf": ("models",),
     "wandb": (),
     "tensorboard": (),
@@ -168,7 +170,7 @@ def test_every_package_has_a_floor_and_a_docstring_and_all_files_were_read(
     folders = {path.parent.relative_to(ROOT).parts[0] for path in ROOT.glob("*/*.py")}
     assert folders == packages, "a folder with code is a package"
     files = {path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py")}
-    assert len(files) >= 84
+    assert len(files) >= 89
     assert {item.file for item in imports} >= {
         name for name in files if not name.endswith("__init__.py")
     }

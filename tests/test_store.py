@@ -4,47 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from toys import VOCABULARY, conversation, conversations
+from stores import CHATS, SHARDS, WIDTH, contract_of, rows_of, write_store
+from toys import VOCABULARY, conversations
 
 from mtp_train.core.errors import UserError
-from mtp_train.core.records import TokenizedConversation
-from mtp_train.store.manifest import NAME, Contract, Manifest, load_manifest, verify_files
-from mtp_train.store.shards import FeatureStore, describe_shard, shard_name, write_shard
-
-WIDTH = 6
-CHATS = [
-    conversation("a", [1, 2, 3], [4, 5]),
-    conversation("b", [6], [7, 8, 9, 9]),
-    conversation('c: ü "quoted"', [10, 11], []),
-    conversation("d", [60, 0], [60, 59, 58]),
-    conversation("e", [3, 3, 3, 3], [3]),
-]
-SHARDS = [[0, 1], [2], [3, 4]]
-
-
-def states(chats: list[TokenizedConversation], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Rows that say which token they belong to."""
-    tokens = [token for chat in chats for token in chat.tokens]
-    rows = torch.arange(len(tokens), dtype=torch.float32)
-    return torch.stack([rows + 100 * column for column in range(WIDTH)], dim=1).to(dtype)
-
-
-def write_store(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Manifest:
-    shards = [[CHATS[index] for index in members] for members in SHARDS]
-    entries = tuple(
-        write_shard(folder / shard_name(number), shard, states(shard, dtype))
-        for number, shard in enumerate(shards)
-    )
-    contract = Contract(
-        "hash", "post_norm", WIDTH, VOCABULARY, str(dtype).removeprefix("torch."), "digest", 10, 10
-    )
-    manifest = Manifest(contract, entries, {"rows": 3}, {"used": 5})
-    manifest.save(folder)
-    return manifest
+from mtp_train.store.checks import verify_files
+from mtp_train.store.codecs import CODECS
+from mtp_train.store.index import NAME as INDEX
+from mtp_train.store.index import read_entries, shard_name
+from mtp_train.store.manifest import NAME, load_manifest
+from mtp_train.store.shards import (
+    FeatureStore,
+    describe_shard,
+    encode_shard,
+    open_shard,
+    write_shard,
+)
 
 
 @pytest.fixture
@@ -53,13 +34,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-def test_what_goes_in_comes_out(tmp_path: Path, dtype: torch.dtype) -> None:
-    write_store(tmp_path, dtype)
+def test_what_goes_in_comes_out(tmp_path: Path, dtype: torch.dtype, codec: str) -> None:
+    write_store(tmp_path, dtype, codec)
     store = FeatureStore(tmp_path)
     assert len(store) == 5
     for members in SHARDS:
-        hidden = states([CHATS[index] for index in members], dtype)
+        hidden = rows_of([CHATS[index] for index in members], dtype)
         row = 0
         for index in members:
             chat, found = CHATS[index], store[index]
@@ -85,11 +67,23 @@ def test_a_sequence_that_is_not_there_is_an_index_error(folder: Path, index: int
         FeatureStore(folder)[index]
 
 
+def test_arrays_and_tuples_of_tokens_give_the_same_shard() -> None:
+    @dataclass(frozen=True)
+    class Row:
+        key: str
+        tokens: np.ndarray
+        loss_mask: np.ndarray
+
+    arrays = [Row(chat.key, np.array(chat.tokens), np.array(chat.loss_mask)) for chat in CHATS]
+    states = {"post_norm": rows_of(CHATS)}
+    assert encode_shard(arrays, states, "raw") == encode_shard(CHATS, states, "raw")
+
+
 def test_counts(folder: Path) -> None:
     store = FeatureStore(folder)
-    assert store.lengths() == [5, 5, 2, 5, 5]
-    assert store.loss_tokens() == [2, 4, 0, 3, 1]
-    counts = store.token_counts(VOCABULARY)
+    assert store.lengths().tolist() == [5, 5, 2, 5, 5]
+    assert store.loss_tokens().tolist() == [2, 4, 0, 3, 1]
+    counts = store.token_counts()
     assert counts.shape == (VOCABULARY,)
     assert {token: int(counts[token]) for token in (3, 9, 60, 0, 12)} == {
         3: 6,
@@ -98,38 +92,68 @@ def test_counts(folder: Path) -> None:
         0: 1,
         12: 0,
     }
+    trained = store.token_counts(trained=True)
+    assert {token: int(trained[token]) for token in (3, 9, 60, 0)} == {3: 1, 9: 2, 60: 1, 0: 0}
+    assert int(trained.sum()) == store.manifest.loss_tokens == 10
     assert int(counts.sum()) == sum(store.lengths()) == store.manifest.tokens == 22
-    assert (store.manifest.sequences, store.manifest.loss_tokens) == (5, 10)
+    assert (store.manifest.sequences, store.manifest.shards) == (5, 3)
 
 
-def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_the_same_input_gives_the_same_bytes(tmp_path: Path, codec: str) -> None:
     first, second = tmp_path / "one", tmp_path / "two"
-    assert write_store(first) == write_store(second)
-    for number in range(len(SHARDS)):
-        name = shard_name(number)
-        assert (first / name).read_bytes() == (second / name).read_bytes()
-    assert (first / NAME).read_bytes() == (second / NAME).read_bytes()
-    assert sorted(path.name for path in first.iterdir()) == [NAME, *map(shard_name, range(3))], (
-        "nothing is left over"
+    states = ("post_norm", "pre_norm", "layer_3")
+    assert write_store(first, codec=codec, states=states) == write_store(
+        second, codec=codec, states=states
     )
+    names = [INDEX, NAME, *map(shard_name, range(3))]
+    assert sorted(path.name for path in first.iterdir()) == names, "nothing is left over"
+    for name in names:
+        assert (first / name).read_bytes() == (second / name).read_bytes()
 
 
 def test_a_shards_entry_is_what_the_file_says(folder: Path) -> None:
     entry = describe_shard(folder / shard_name(0))
-    assert entry == load_manifest(folder).shards[0]
+    assert entry == read_entries(FeatureStore(folder).index)[0]
     assert (entry.sequences, entry.tokens, entry.loss_tokens) == (2, 10, 6)
     assert entry.bytes == (folder / shard_name(0)).stat().st_size
 
 
 def test_a_manifest_comes_back_as_it_was_saved(tmp_path: Path) -> None:
-    saved = write_store(tmp_path)
+    saved = write_store(tmp_path, states=("layer_1", "post_norm"))
     assert load_manifest(tmp_path) == saved
+    assert json.loads(json.dumps(saved.contract.as_dict())) == saved.contract.as_dict()
 
 
-def test_one_state_too_few_is_our_own_mistake(tmp_path: Path) -> None:
+def test_one_state_too_few_is_our_own_mistake() -> None:
     with pytest.raises(AssertionError, match="one state per token"):
-        write_shard(tmp_path / shard_name(0), CHATS, states(CHATS)[:-1])
-    assert list(tmp_path.iterdir()) == []
+        encode_shard(CHATS, {"post_norm": rows_of(CHATS)[:-1]}, "raw")
+
+
+# --- several states -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
+def test_a_store_of_several_states_is_read_whole_or_in_part(tmp_path: Path, codec: str) -> None:
+    """Layer k's rows hold k thousands more: a swap would show."""
+    write_store(tmp_path, torch.float32, codec, states=("layer_0", "layer_2", "post_norm"))
+    whole = FeatureStore(tmp_path)[1]
+    assert list(whole.states) == ["layer_0", "layer_2", "post_norm"]
+    assert torch.equal(whole.states["layer_2"], whole.states["layer_0"] + 1000)
+    part = FeatureStore(tmp_path, states=["post_norm"])[1]
+    assert list(part.states) == ["post_norm"]
+    assert torch.equal(part.hidden, whole.states["post_norm"])
+
+
+def test_a_state_that_a_store_lacks_is_named(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"must hold the states layer_7.*received post_norm"):
+        FeatureStore(folder, states=["layer_7"])
+
+
+@pytest.mark.parametrize("states", [(), ("post_norm", "post_norm"), ("hidden",), ("layer_01",)])
+def test_a_store_must_name_its_states(states: tuple[str, ...]) -> None:
+    with pytest.raises(UserError, match="state"):
+        contract_of(states=states)
 
 
 # --- refusals -------------------------------------------------------------------------------------------------
@@ -149,16 +173,32 @@ def edit(change: Callable[[dict], object]) -> Callable[[Path], None]:
     [
         (lambda folder: (folder / NAME).unlink(), "must be complete"),
         (lambda folder: (folder / NAME).write_text("{"), "well-formed"),
-        (edit(lambda value: value.update(format=2)), "must have format 1; received 2"),
-        (edit(lambda value: value.pop("format")), "must have format 1; received None"),
+        (edit(lambda value: value.update(format=1)), "must have format 2; received 1"),
+        (edit(lambda value: value.pop("format")), "must have format 2; received None"),
         (
-            edit(lambda value: value["contract"].pop("state")),
-            r"must say what its features are; received no \['state'\]",
+            edit(lambda value: value["contract"].pop("states")),
+            r"must say what its features are; received no \['states'\]",
         ),
         (edit(lambda value: value["contract"].pop("target_hash")), "target_hash"),
         (edit(lambda value: value.pop("contract")), "must say what its features are"),
+        (edit(lambda value: value.pop("gate")), "gate"),
+        (edit(lambda value: value["contract"].update(codec="zip")), "raw, lossless, fp8"),
+        (lambda folder: (folder / INDEX).unlink(), "index must be the one"),
+        (lambda folder: cut(folder / INDEX, 1), "index must be the one"),
     ],
-    ids=["missing", "damaged", "other format", "no format", "no state", "no target", "no contract"],
+    ids=[
+        "missing",
+        "damaged",
+        "other format",
+        "no format",
+        "no states",
+        "no target",
+        "no contract",
+        "no gate",
+        "unknown codec",
+        "no index",
+        "cut index",
+    ],
 )
 def test_a_manifest_that_does_not_say_what_it_must_is_refused(
     folder: Path, damage: Callable[[Path], None], message: str
@@ -172,10 +212,10 @@ def test_a_manifest_that_does_not_say_what_it_must_is_refused(
     ("field", "value"),
     [
         ("target_hash", "another"),
-        ("state", "pre_norm"),
         ("hidden_size", 7),
         ("vocab_size", 62),
         ("dtype", "float32"),
+        ("codec", "fp8"),
     ],
 )
 def test_features_of_something_else_are_refused_by_name(
@@ -210,17 +250,24 @@ def cut(path: Path, by: int) -> None:
     ids=["last byte", "a byte", "truncated", "gone"],
 )
 def test_a_changed_shard_is_named(folder: Path, damage: Callable[[Path], None]) -> None:
-    manifest = load_manifest(folder)
-    verify_files(folder, manifest)
+    store = FeatureStore(folder)
+    verify_files(store)
     damage(folder / shard_name(1))
     with pytest.raises(UserError, match=shard_name(1)):
-        verify_files(folder, manifest)
+        verify_files(store)
 
 
 @pytest.mark.parametrize(
     "damage",
-    [lambda path: cut(path, 1), lambda path: path.write_bytes(b""), lambda path: path.unlink()],
-    ids=["truncated", "empty", "gone"],
+    [
+        lambda path: cut(path, 1),
+        lambda path: cut(path, path.stat().st_size - 4),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(b"\xff" * 64),
+        lambda path: path.write_bytes((2).to_bytes(8, "little") + b"{}"),
+        lambda path: path.unlink(),
+    ],
+    ids=["truncated", "no header", "empty", "noise", "no tensors", "gone"],
 )
 def test_a_shard_that_can_not_be_opened_is_named_and_the_others_are_read(
     folder: Path, damage: Callable[[Path], None]
@@ -233,12 +280,25 @@ def test_a_shard_that_can_not_be_opened_is_named_and_the_others_are_read(
         store[2]
 
 
+def test_a_damaged_block_of_the_lossless_codec_is_found_on_reading_and_named(
+    tmp_path: Path,
+) -> None:
+    """Without any hashing: the frames carry checksums."""
+    long = replace(CHATS[0], tokens=(1,) * 50, loss_mask=(1,) * 50)
+    states = {"post_norm": torch.randn(50, WIDTH, generator=torch.Generator().manual_seed(0))}
+    write_shard(tmp_path / shard_name(0), encode_shard([long], states, "lossless"))
+    assert torch.equal(open_shard(tmp_path / shard_name(0))[0].hidden, states["post_norm"])
+    data = (tmp_path / shard_name(0)).read_bytes()
+    flip(tmp_path / shard_name(0), data.index(b"\x28\xb5\x2f\xfd") + 200)
+    with pytest.raises(UserError, match=rf"{shard_name(0)}, sequence 'a'"):
+        open_shard(tmp_path / shard_name(0))[0]
+
+
 def test_a_store_is_as_large_as_its_rows(tmp_path: Path) -> None:
     """Rows are packed: no padding to the longest sequence, whatever the lengths."""
     chats = conversations(20)
     rows = sum(len(chat.tokens) for chat in chats)
-    entry = write_shard(
-        tmp_path / shard_name(0), chats, torch.zeros(rows, WIDTH, dtype=torch.bfloat16)
-    )
+    states = {"post_norm": torch.zeros(rows, WIDTH, dtype=torch.bfloat16)}
+    entry = write_shard(tmp_path / shard_name(0), encode_shard(chats, states, "raw"))
     per_row = WIDTH * 2 + 4 + 1
     assert rows * per_row < entry.bytes < rows * per_row + 2000

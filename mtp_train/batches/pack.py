@@ -30,26 +30,27 @@ class Pack:
     hidden_TD: Tensor  # the target's states, in the store's dtype
 
 
-def epoch_packs(lengths: Sequence[int], rows: int, seed: int, epoch: int) -> list[list[int]]:
+def epoch_packs(lengths: np.ndarray, rows: int, seed: int, epoch: int) -> list[list[int]]:
     """Sequence indices of each pack of one epoch: shuffled, then filled up to `rows`.
 
-    Every sequence is in exactly one pack; one longer than `rows` is alone in its pack.
+    `lengths` are integers [sequences]. Every sequence is in exactly one pack; one longer than `rows` is alone in its
+    pack.
     """
     order = np.random.default_rng([seed, epoch]).permutation(len(lengths))
     packs: list[list[int]] = []
     used = rows
-    for index in order.tolist():
-        if used + lengths[index] > rows:
+    for index, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        if used + length > rows:
             packs.append([])
             used = 0
         packs[-1].append(index)
-        used += lengths[index]
+        used += length
     return packs
 
 
-def ordered_packs(lengths: Sequence[int], rows: int) -> Iterator[list[int]]:
+def ordered_packs(lengths: np.ndarray, rows: int) -> Iterator[list[int]]:
     """Sequence indices of each pack in the store's own order: for validation."""
-    return fill(list(enumerate(lengths)), rows)
+    return fill(list(enumerate(lengths.tolist())), rows)
 
 
 def fill(sized: Sequence[tuple[T, int]], budget: int) -> Iterator[list[T]]:

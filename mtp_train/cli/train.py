@@ -15,7 +15,7 @@ from mtp_train.cli.run_folder import run_stage
 from mtp_train.core.dist import current_ranks
 from mtp_train.core.provenance import file_digest
 from mtp_train.heads.mtp import MtpConfig, build
-from mtp_train.store.manifest import verify_files
+from mtp_train.store.checks import verify_files
 from mtp_train.store.shards import FeatureStore
 from mtp_train.train.loop import TrainConfig, train
 
@@ -45,7 +45,7 @@ def stage(job: Job) -> None:
 def _work(job: Job, config: TrainConfig, head_config: MtpConfig) -> Any:
     features, held_out = (FeatureStore(job.folder.features(name)) for name in ("train", "heldout"))
     for store in (features, held_out):
-        verify_files(store.folder, store.manifest)
+        verify_files(store)
     out = job.folder.stage("train")
     accelerator = _accelerator(job, out)
     target = job.target()

@@ -18,7 +18,7 @@ from typing import Any
 from mtp_train import __version__
 from mtp_train.core.errors import UserError
 
-LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "safetensors")
+LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "safetensors", "zstandard")
 
 
 def versions() -> dict[str, str]:

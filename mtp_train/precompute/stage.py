@@ -24,8 +24,15 @@ from mtp_train.core.provenance import digest, read_json, require_writable, write
 from mtp_train.core.records import Accounting, TokenizedConversation
 from mtp_train.models.target import Target
 from mtp_train.precompute.gate import GateResult, check_choices, check_rows
-from mtp_train.store.manifest import NAME, Contract, Manifest
-from mtp_train.store.shards import describe_shard, open_shard, shard_name, write_shard
+from mtp_train.store.index import shard_name
+from mtp_train.store.manifest import NAME, Contract
+from mtp_train.store.shards import (
+    describe_shard,
+    encode_shard,
+    finish_store,
+    open_shard,
+    write_shard,
+)
 from mtp_train.text.sources import Answer
 
 
@@ -81,10 +88,11 @@ def contract_for(
     """What the store will say of itself."""
     return Contract(
         target_hash=target.hash,
-        state=target.state,
+        states=(target.state,),
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         dtype=str(target.dtype).removeprefix("torch."),
+        codec="raw",
         data_digest=digest(
             [[sequence.key, sequence.tokens, sequence.loss_mask] for sequence in sequences]
         ),
@@ -137,14 +145,15 @@ def precompute(
                 [sequence.key for sequence in shards[index]],
                 [0, *accumulate(len(s.tokens) for s in shards[index])],
             )
-            write_shard(out / shard_name(index), shards[index], hidden)
+            encoded = encode_shard(shards[index], {target.state: hidden}, contract.codec)
+            write_shard(out / shard_name(index), encoded)
             bar.update(len(hidden))
     ranks.wait()
     if ranks.main:
         for index, shard in enumerate(shards):
             _gate_shard(target, out / shard_name(index), shard, config.gate_sequences, gate)
         entries = tuple(describe_shard(out / shard_name(index)) for index in range(len(shards)))
-        Manifest(contract, entries, asdict(gate), accounting.as_dict()).save(out)
+        finish_store(out, contract, entries, asdict(gate), accounting.as_dict())
         say(
             f"precompute {out.name}: {total} tokens, {len(shards)} shards; gate: {gate.rows} rows, {gate.ties} ties"
         )
@@ -155,10 +164,10 @@ def _prepare(out: Path, contract: Contract) -> None:
     """Make the folder ready: shards of another contract are removed, of the same one kept."""
     require_writable(out)
     note = out / "contract.json"
-    if not note.is_file() or read_json(note) != asdict(contract):
+    if not note.is_file() or read_json(note) != contract.as_dict():
         shutil.rmtree(out)
         require_writable(out)
-        write_json(note, asdict(contract))
+        write_json(note, contract.as_dict())
     (out / NAME).unlink(missing_ok=True)
     for left in out.glob(".*.part"):  # half-written by a killed run
         left.unlink()
@@ -187,8 +196,7 @@ def _gate_shard(
 ) -> None:
     """Read sequences back from the file, spread over the shard, and hold them against the engine."""
     file = open_shard(path)
-    offsets = file.get_tensor("offsets").tolist()
     for index in {round(step * (len(shard) - 1) / max(count - 1, 1)) for step in range(count)}:
-        hidden = file.get_slice("hidden")[offsets[index] : offsets[index + 1]].to(target.device)
+        hidden = file[index].hidden.to(target.device)
         tokens = torch.tensor(shard[index].tokens, device=target.device)
         check_choices(target, shard[index].key, tokens, hidden, result)

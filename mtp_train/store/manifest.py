@@ -1,24 +1,28 @@
 """What a feature store says of itself. Readers refuse a store that doesn't say it, or says something else.
 
-Knows no tensors.
+It holds nothing per sequence and nothing per shard: that is the index's. Knows no tensors.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from mtp_train.core.errors import UserError
-from mtp_train.core.provenance import file_digest, read_json, versions, write_json
+from mtp_train.core.provenance import versions
+from mtp_train.store.places import Place
 
 NAME = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+STATE = re.compile(r"post_norm|pre_norm|layer_(0|[1-9]\d*)")
 
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """One shard file. `loss_tokens` counts tokens with mask 1."""
+    """One object of the store. `loss_tokens` counts tokens with mask 1."""
 
     file: str
     sha256: str
@@ -30,16 +34,39 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class Contract:
-    """What the features are: fixed before the first shard, the same for all."""
+    """What the features are: fixed before the first shard, the same for all.
+
+    Attributes:
+        states: which hidden states each row holds: `post_norm` (what lm_head reads), `pre_norm` (before the final
+            norm), `layer_<k>` (the residual stream after k decoder layers; 0 is the embeddings).
+        dtype: of the states as they are read.
+        codec: how they are written (`codecs.CODECS`).
+        data_digest: of the token sequences and masks, in order.
+        rows_per_forward: another packing rounds differently, so the shards of one store share it.
+    """
 
     target_hash: str
-    state: str  # which hidden state the rows hold: "post_norm"
+    states: tuple[str, ...]
     hidden_size: int
     vocab_size: int
-    dtype: str  # of the stored rows
-    data_digest: str  # of the token sequences and masks, in order
+    dtype: str
+    codec: str
+    data_digest: str
     rows_per_shard: int
-    rows_per_forward: int  # another packing rounds differently: shards of one store share it
+    rows_per_forward: int
+
+    def __post_init__(self) -> None:
+        if not self.states or len(set(self.states)) < len(self.states):
+            raise UserError(
+                "a store must name its states, each once", self.states, "name at least one"
+            )
+        for state in self.states:
+            if not STATE.fullmatch(state):
+                raise UserError(
+                    "a state must be post_norm, pre_norm or layer_<number of layers>",
+                    state,
+                    "correct its name",
+                )
 
     def require(self, **expected: object) -> None:
         """Raise unless the named fields have the expected values."""
@@ -52,11 +79,28 @@ class Contract:
                     "run precompute again for this target",
                 )
 
+    def require_states(self, *states: str) -> None:
+        """Raise unless the store holds these states."""
+        missing = [state for state in states if state not in self.states]
+        if missing:
+            raise UserError(
+                f"features must hold the states {', '.join(states)}",
+                ", ".join(self.states),
+                "run precompute again with these states",
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON gives it back: to compare with a note that was read."""
+        return asdict(self) | {"states": list(self.states)}
+
 
 @dataclass(frozen=True)
 class Manifest:
+    """Written last: it makes the store whole."""
+
     contract: Contract
-    shards: tuple[ShardEntry, ...]
+    index: ShardEntry  # the index file, with the store's totals
+    shards: int
     gate: dict[str, Any]
     accounting: dict[str, Any]
     versions: dict[str, str] = field(default_factory=versions)
@@ -64,61 +108,57 @@ class Manifest:
 
     @property
     def sequences(self) -> int:
-        return sum(shard.sequences for shard in self.shards)
+        return self.index.sequences
 
     @property
     def tokens(self) -> int:
-        return sum(shard.tokens for shard in self.shards)
+        return self.index.tokens
 
     @property
     def loss_tokens(self) -> int:
-        return sum(shard.loss_tokens for shard in self.shards)
+        return self.index.loss_tokens
 
-    def save(self, folder: Path) -> None:
-        write_json(folder / NAME, asdict(self))
+    def save(self, place: Place) -> None:
+        text = json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
+        place.write(NAME, text.encode())
 
 
-def load_manifest(folder: Path) -> Manifest:
+def load_manifest(address: str | Path) -> Manifest:
     """Read a store's manifest; a store without one is unfinished."""
-    path = folder / NAME
-    if not path.is_file():
+    place = Place(address)
+    if not place.exists(NAME):
         raise UserError(
             "a feature store must be complete",
-            f"{folder} without {NAME}",
+            f"{place} without {NAME}",
             "run precompute until it ends",
         )
-    raw = read_json(path)
+    raw = _parse(place)
     if raw.get("format") != FORMAT:
         raise UserError(
             f"a store must have format {FORMAT}", raw.get("format"), "run precompute again"
         )
     missing = {item.name for item in fields(Contract)} - set(raw.get("contract", ()))
+    missing |= {item.name for item in fields(Manifest)} - set(raw)
     if missing:
         raise UserError(
             "a manifest must say what its features are",
-            f"no {sorted(missing)} in {path}",
+            f"no {sorted(missing)} in {place}/{NAME}",
             "run precompute again",
         )
+    contract = raw["contract"] | {"states": tuple(raw["contract"]["states"])}
+    known = {item.name: raw[item.name] for item in fields(Manifest)}
     return Manifest(
-        contract=Contract(**raw["contract"]),
-        shards=tuple(ShardEntry(**entry) for entry in raw["shards"]),
-        gate=raw["gate"],
-        accounting=raw["accounting"],
-        versions=raw["versions"],
+        **known | {"contract": Contract(**contract), "index": ShardEntry(**raw["index"])}
     )
 
 
-def verify_files(folder: Path, manifest: Manifest) -> None:
-    """Compare every shard's size and hash with the manifest."""
-    for shard in manifest.shards:
-        path = folder / shard.file
-        if (
-            not path.is_file()
-            or path.stat().st_size != shard.bytes
-            or file_digest(path) != shard.sha256
-        ):
-            raise UserError(
-                "a shard must be the file its manifest names",
-                f"{path} missing or changed",
-                f"delete {folder} and run precompute again",
-            )
+def _parse(place: Place) -> dict[str, Any]:
+    try:
+        raw: dict[str, Any] = json.loads(place.read(NAME))
+    except ValueError as error:
+        raise UserError(
+            "a JSON file must be well-formed",
+            f"{place}/{NAME}: {error}",
+            "delete it and run precompute again",
+        ) from error
+    return raw

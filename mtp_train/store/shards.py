@@ -1,27 +1,44 @@
-"""Write and read shards: packed rows in safetensors, random access by sequence, memory-mapped.
+"""Write and read shards: packed rows in safetensors, random access by sequence, memory-mapped where they are local.
 
-A shard holds `hidden` [rows, D], `tokens` int32 [rows], `loss_mask` uint8 [rows], `offsets` int64 [sequences + 1];
-its metadata names the sequences. Knows no model and no order of training.
+A shard holds each state's tensors (named `<state>` and `<state>.<part>`, see codecs), `tokens` int32 [rows],
+`loss_mask` uint8 [rows] and `offsets` int64 [sequences + 1]; its note names sequences, states and codec. Knows no model
+and no order of training.
 """
 
 from __future__ import annotations
 
-import bisect
-import json
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 from pathlib import Path
+from typing import Any, Protocol
 
+import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mtp_train.core.errors import UserError
-from mtp_train.core.provenance import atomic_path, file_digest
-from mtp_train.core.records import TokenizedConversation
-from mtp_train.store.manifest import Manifest, ShardEntry, load_manifest
+from mtp_train.store import index as indexing
+from mtp_train.store.codecs import find_codec
+from mtp_train.store.index import IndexBuilder, ShardTokens, StoreIndex, shard_name
+from mtp_train.store.layout import TensorFile, pack
+from mtp_train.store.manifest import Contract, Manifest, ShardEntry, load_manifest
+from mtp_train.store.places import Place, split
+
+OPEN_SHARDS = 32  # mapped at a time
+REMAKE = "run `mtp-train store verify --delete-damaged` on its store, then precompute again"
+
+
+class TokenSequence(Protocol):
+    """What a shard takes of a conversation: tuples or integer arrays, as long as each other."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def tokens(self) -> Sequence[int] | np.ndarray: ...
+    @property
+    def loss_mask(self) -> Sequence[int] | np.ndarray: ...
 
 
 @dataclass(frozen=True)
@@ -31,126 +48,259 @@ class FeatureSequence:
     key: str
     tokens: Tensor  # [L] int64
     loss_mask: Tensor  # [L] int64
-    hidden: Tensor  # [L, D] in the store's dtype
+    states: dict[str, Tensor]  # [L, D] each, in the store's dtype
+
+    @property
+    def hidden(self) -> Tensor:
+        """The first state that the store was opened with; of most stores, the only one."""
+        return next(iter(self.states.values()))
 
 
-def shard_name(index: int) -> str:
-    return f"shard-{index:06d}.safetensors"
+@dataclass(frozen=True)
+class EncodedShard:
+    """A shard's bytes, ready to be written."""
+
+    data: bytes
+    sha256: str
+    sequences: int
+    tokens: int
+    loss_tokens: int
 
 
-def write_shard(
-    path: Path, sequences: list[TokenizedConversation], hidden_TD: Tensor
-) -> ShardEntry:
-    """Write one shard atomically. The same input gives the same bytes.
+def encode_shard(
+    sequences: Sequence[TokenSequence], states: dict[str, Tensor], codec: str
+) -> EncodedShard:
+    """Lay out one shard in memory. The same input gives the same bytes.
 
-    hidden_TD holds the sequences' rows end to end.
+    Args:
+        states: by name, the sequences' rows end to end [T, D], on the CPU, all of one shape and dtype.
+        codec: a name of `codecs.CODECS`.
     """
-    tokens = torch.tensor(
-        [token for sequence in sequences for token in sequence.tokens], dtype=torch.int32
+    lengths = [len(sequence.tokens) for sequence in sequences]
+    offsets = np.cumsum([0, *lengths], dtype=np.int64)
+    mask = _join([sequence.loss_mask for sequence in sequences], np.uint8)
+    first = next(iter(states.values()))
+    for state_TD in states.values():
+        assert len(state_TD) == offsets[-1] == len(mask), "one state per token"
+        assert (state_TD.shape, state_TD.dtype) == (first.shape, first.dtype), "states are alike"
+    tensors = {
+        "tokens": _join([sequence.tokens for sequence in sequences], np.int32),
+        "loss_mask": mask,
+        "offsets": torch.from_numpy(offsets),
+    }
+    for name, state_TD in states.items():
+        parts = find_codec(codec).encode(state_TD, offsets.tolist())
+        tensors |= {_part(name, suffix): tensor for suffix, tensor in parts.items()}
+    note = {
+        "codec": codec,
+        "states": list(states),
+        "dtype": str(first.dtype).removeprefix("torch."),
+        "width": first.shape[1],
+        "keys": [sequence.key for sequence in sequences],
+    }
+    data = pack(tensors, note)
+    return EncodedShard(
+        data, hashlib.sha256(data).hexdigest(), len(lengths), len(mask), int(mask.sum())
     )
-    mask = torch.tensor(
-        [flag for sequence in sequences for flag in sequence.loss_mask], dtype=torch.uint8
-    )
-    assert len(tokens) == len(hidden_TD), "one state per token"
-    offsets = torch.tensor(
-        [0, *accumulate(len(sequence.tokens) for sequence in sequences)], dtype=torch.int64
-    )
-    keys = json.dumps([sequence.key for sequence in sequences], ensure_ascii=False)
-    with atomic_path(path) as temporary:
-        save_file(
-            {
-                "hidden": hidden_TD.contiguous(),
-                "tokens": tokens,
-                "loss_mask": mask,
-                "offsets": offsets,
-            },
-            temporary,
-            metadata={"keys": keys},
-        )
-    return describe_shard(path)
 
 
-def describe_shard(path: Path) -> ShardEntry:
-    """The manifest's entry of a finished shard file."""
-    with open_shard(path) as shard:
-        mask = shard.get_tensor("loss_mask")
-        sequences = shard.get_slice("offsets").get_shape()[0] - 1
+def write_shard(address: str | Path, encoded: EncodedShard) -> ShardEntry:
+    """Write a whole shard at once, to a path or an fsspec address."""
+    place, name = split(address)
+    place.write(name, encoded.data)
     return ShardEntry(
-        path.name, file_digest(path), path.stat().st_size, sequences, len(mask), int(mask.sum())
+        name,
+        encoded.sha256,
+        len(encoded.data),
+        encoded.sequences,
+        encoded.tokens,
+        encoded.loss_tokens,
     )
 
 
-def open_shard(path: Path) -> safe_open:
-    """Memory-map a shard; a damaged file is an error that names it."""
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, FileNotFoundError) as error:
-        raise UserError(
-            "a shard must be a whole safetensors file",
-            f"{path}: {error}",
-            "delete it and run precompute again",
-        ) from error
+def describe_shard(address: str | Path) -> ShardEntry:
+    """The entry of a finished shard; reads all of it for the hash."""
+    place, name = split(address)
+    shard = open_shard(address)
+    text = shard.text()
+    return ShardEntry(
+        name,
+        place.digest(name),
+        shard.bytes,
+        len(shard),
+        len(text.tokens),
+        int(text.loss_mask.sum()),
+    )
+
+
+def finish_store(
+    address: str | Path,
+    contract: Contract,
+    entries: Sequence[ShardEntry],
+    gate: dict[str, Any],
+    accounting: dict[str, Any],
+) -> Manifest:
+    """Write index and manifest over finished shards, in the order of `entries`; reads their tokens and masks."""
+    place = Place(address)
+    builder = IndexBuilder(contract.vocab_size)
+    for entry in entries:
+        builder.add(entry, _open(place, entry.file).text())
+    manifest = Manifest(contract, builder.write(place), len(entries), gate, accounting)
+    manifest.save(place)
+    return manifest
+
+
+class Shard:
+    """One opened shard: random access to its sequences. Damaged bytes are a `UserError` that names it."""
+
+    def __init__(
+        self, file: TensorFile, name: str, size: int, states: Sequence[str] | None
+    ) -> None:
+        self._file, self.name, self.bytes = file, name, size
+        note = file.note
+        self.keys: list[str] = note["keys"]
+        self.states: tuple[str, ...] = tuple(states or note["states"])
+        self._codec = find_codec(note["codec"])
+        self._dtype: torch.dtype = getattr(torch, note["dtype"])
+        self._width: int = note["width"]
+        self._offsets: list[int] = file.whole("offsets").tolist()
+        self._blocks: dict[str, list[int]] = {
+            state: file.whole(_part(state, "blocks")).tolist()
+            for state in self.states
+            if self._codec.blocks
+        }
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, index: int) -> FeatureSequence:
+        rows = (self._offsets[index], self._offsets[index + 1])
+        wanted = [("tokens", *rows), ("loss_mask", *rows)]
+        for state in self.states:
+            wanted += [
+                (_part(state, part), *self._bounds(state, part, index))
+                for part in self._codec.parts
+            ]
+        try:
+            tokens, mask, *stored = self._file.cut(wanted)
+            states = self._decode(stored)
+        except ValueError as error:
+            raise _damaged(f"{self.name}, sequence {self.keys[index]!r}: {error}") from error
+        return FeatureSequence(self.keys[index], tokens.long(), mask.long(), states)
+
+    def text(self) -> ShardTokens:
+        """Tokens and masks of the whole shard."""
+        names = ("tokens", "loss_mask", "offsets")
+        return ShardTokens(*self._file.cut([(name, 0, self._file.rows(name)) for name in names]))
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes that each state takes."""
+        return {
+            state: sum(
+                self._file.bytes_of(name)
+                for name in self._file.names()
+                if name == state or name.startswith(state + ".")
+            )
+            for state in self.states
+        }
+
+    def _bounds(self, state: str, part: str, index: int) -> tuple[int, int]:
+        edges = self._blocks[state] if self._codec.blocks and not part else self._offsets
+        return edges[index], edges[index + 1]
+
+    def _decode(self, stored: list[Tensor]) -> dict[str, Tensor]:
+        parts = self._codec.parts
+        return {
+            state: self._codec.decode(
+                dict(zip(parts, stored[at : at + len(parts)], strict=True)),
+                self._width,
+                self._dtype,
+            )
+            for state, at in zip(self.states, range(0, len(stored), len(parts)), strict=True)
+        }
+
+
+def open_shard(address: str | Path, states: Sequence[str] | None = None) -> Shard:
+    """Open a shard by its own address; all its states, or those named."""
+    return _open(*split(address), states)
 
 
 class FeatureStore:
     """Random access to a finished store by sequence index.
 
-    Opening reads the manifest alone; a shard is mapped when one of its sequences is first asked for.
+    Opening reads the manifest and maps the index; a shard is opened when one of its sequences is first asked for.
+
+    Args:
+        address: a folder or an fsspec address.
+        states: those to read, in this order; all of them by default.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        self.manifest: Manifest = load_manifest(self.folder)
-        self._starts = [0, *accumulate(shard.sequences for shard in self.manifest.shards)]
-        self._shard = lru_cache(maxsize=32)(self._open)
+    def __init__(self, address: str | Path, states: Sequence[str] | None = None) -> None:
+        self.place = Place(address)
+        self.manifest: Manifest = load_manifest(address)
+        contract = self.manifest.contract
+        find_codec(contract.codec)
+        contract.require_states(*(states or ()))
+        self.states: tuple[str, ...] = tuple(states or contract.states)
+        self.index = _open_index(self.place, self.manifest)
+        self.shard = lru_cache(maxsize=OPEN_SHARDS)(self._shard)
 
     def __len__(self) -> int:
-        return self._starts[-1]
+        return self.manifest.sequences
 
     def __getitem__(self, index: int) -> FeatureSequence:
-        shard, keys, offsets, row = self._locate(index)
-        part = slice(int(offsets[row]), int(offsets[row + 1]))
-        return FeatureSequence(
-            key=keys[row],
-            tokens=shard.get_slice("tokens")[part].long(),
-            loss_mask=shard.get_slice("loss_mask")[part].long(),
-            hidden=shard.get_slice("hidden")[part],
-        )
-
-    def lengths(self) -> list[int]:
-        """Tokens of every sequence, in order."""
-        return [
-            int(length)
-            for number in range(len(self.manifest.shards))
-            for length in self._shard(number)[2].diff()
-        ]
-
-    def loss_tokens(self) -> list[int]:
-        """Tokens with mask 1 of every sequence, in order."""
-        counts: list[int] = []
-        for number in range(len(self.manifest.shards)):
-            shard, _, offsets = self._shard(number)
-            running = torch.cat(
-                [torch.zeros(1, dtype=torch.int64), shard.get_tensor("loss_mask").long().cumsum(0)]
-            )
-            counts += running[offsets].diff().tolist()
-        return counts
-
-    def token_counts(self, vocabulary: int) -> Tensor:
-        """How often each token stands in the store [vocabulary]."""
-        shards = (self._shard(number)[0] for number in range(len(self.manifest.shards)))
-        return sum(
-            (torch.bincount(shard.get_tensor("tokens"), minlength=vocabulary) for shard in shards),
-            torch.zeros(vocabulary, dtype=torch.int64),
-        )
-
-    def _locate(self, index: int) -> tuple[safe_open, list[str], Tensor, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")
-        number = bisect.bisect_right(self._starts, index) - 1
-        shard, keys, offsets = self._shard(number)
-        return shard, keys, offsets, index - self._starts[number]
+        number, member = self.index.locate(index)
+        return self.shard(number)[member]
 
-    def _open(self, number: int) -> tuple[safe_open, list[str], Tensor]:
-        shard = open_shard(self.folder / self.manifest.shards[number].file)
-        return shard, json.loads(shard.metadata()["keys"]), shard.get_tensor("offsets")
+    def lengths(self) -> np.ndarray:
+        """Tokens of every sequence, in order: int32 [sequences], a view of the index."""
+        return self.index.lengths
+
+    def loss_tokens(self) -> np.ndarray:
+        """Tokens with mask 1 of every sequence, in order: int32 [sequences], a view of the index."""
+        return self.index.loss_tokens
+
+    def token_counts(self, *, trained: bool = False) -> Tensor:
+        """How often each token stands in the store, or is trained: int64 [vocabulary]."""
+        return self.index.token_counts(trained)
+
+    def _shard(self, number: int) -> Shard:
+        return _open(self.place, shard_name(number), self.states)
+
+
+def _open_index(place: Place, manifest: Manifest) -> StoreIndex:
+    try:
+        file = TensorFile(place.open(manifest.index.file))
+        if file.rows("lengths") != manifest.sequences or file.rows("bytes") != manifest.shards:
+            raise ValueError(f"{file.rows('lengths')} sequences in {file.rows('bytes')} shards")
+    except (ValueError, KeyError, FileNotFoundError) as error:
+        raise UserError(
+            "a store's index must be the one its manifest names",
+            f"{place}/{indexing.NAME}: {error}",
+            "run precompute again: it keeps the shards and writes the index anew",
+        ) from error
+    return StoreIndex(file)
+
+
+def _open(place: Place, name: str, states: Sequence[str] | None = None) -> Shard:
+    try:
+        data = place.open(name)
+        return Shard(TensorFile(data), f"{place}/{name}", data.size, states)
+    except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise _damaged(f"{place}/{name}: {error}") from error
+
+
+def _damaged(what: str) -> UserError:
+    return UserError("a shard must be a whole safetensors file of this format", what, REMAKE)
+
+
+def _part(state: str, suffix: str) -> str:
+    return f"{state}.{suffix}" if suffix else state
+
+
+def _join(values: Sequence[Any], dtype: type) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.asarray(value, dtype=dtype) for value in values]))

@@ -138,9 +138,9 @@ class _Trainer:
         out: Path,
     ) -> None:
         for store in (features, held_out):
-            store.manifest.contract.require(
-                target_hash=target.hash, state=target.state, hidden_size=target.hidden_size
-            )
+            contract = store.manifest.contract
+            contract.require(target_hash=target.hash, hidden_size=target.hidden_size)
+            contract.require_states(target.state)
         for name, store in (("features", features), ("held-out features", held_out)):
             if not store.manifest.loss_tokens:
                 raise UserError(
@@ -208,7 +208,7 @@ class _Trainer:
 
     def _vocabulary(self) -> torch.Tensor:
         """The most frequent tokens of the features, in the order of their ids."""
-        counts = self.features.token_counts(self.target.vocab_size)
+        counts = self.features.token_counts()
         chosen = counts.argsort(descending=True, stable=True)[: self.config.loss_vocabulary]
         if self.accelerator.is_main_process:
             share = float(counts[chosen].sum() / counts.sum())
@@ -233,7 +233,7 @@ class _Trainer:
 
     def _goals(self, packs: list[list[int]]) -> int:
         """Trained tokens of the packs: the denominator of the window's mean."""
-        return sum(self.loss_tokens[index] for pack in packs for index in pack)
+        return sum(int(self.loss_tokens[pack].sum()) for pack in packs)
 
     def _remaining(self) -> Iterator[Window]:
         windows = [window for epoch in self.epoch_windows for window in epoch]
