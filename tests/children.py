@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch.distributed import TCPStore
 from toys import conversations, make_store, make_target
 
 from mtp_train.core.dist import Ranks
 from mtp_train.core.records import Accounting
 from mtp_train.heads.mtp import MtpConfig, build
 from mtp_train.precompute import stage as precomputing
+from mtp_train.precompute.sources import EngineStates
 from mtp_train.precompute.stage import PrecomputeConfig, precompute
 from mtp_train.store import manifest, places
 from mtp_train.store.shards import FeatureStore
@@ -88,7 +90,34 @@ def half(_tensors: object, path: Path, **_kwargs: object) -> None:
     Path(path).write_bytes(b"\x40\x00\x00\x00\x00\x00\x00\x00{")
 
 
-def precompute_slowly(out: Path, fate: str = "") -> None:
+def launch(work: Callable[..., None], world: int, *args: Any) -> list[Any]:
+    """Start `work(rank, world, port, *args)` on each rank, with a store to meet at, as a launcher does."""
+    store = TCPStore("127.0.0.1", 0, is_master=True)
+    ranks = [
+        CONTEXT.Process(target=work, args=(rank, world, store.port, *args)) for rank in range(world)
+    ]
+    for rank in ranks:
+        rank.start()
+        rank.store = store  # alive as long as its ranks  # type: ignore[attr-defined]
+    return ranks
+
+
+def kill_after(ranks: list[Any], seconds: float, first: int) -> None:
+    """SIGKILL the rank `first`, then the others, as a launcher does when one is gone; or none, if all are done."""
+    time.sleep(seconds)
+    for rank in [ranks[first], *ranks]:
+        rank.kill()
+    for rank in ranks:
+        rank.join()
+
+
+def precompute_on_ranks(rank: int, world: int, port: int, out: Path) -> None:
+    """One rank of several that make the features of CHATS."""
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    precompute_slowly(out, ranks=Ranks(rank, world, store=store))
+
+
+def precompute_slowly(out: Path, fate: str = "", ranks: Ranks | None = None) -> None:
     """Make the features of CHATS. `fate`: where the process kills itself, if anywhere."""
     torch.set_num_threads(1)
     target = make_target()
@@ -100,12 +129,16 @@ def precompute_slowly(out: Path, fate: str = "") -> None:
 
     target.forward = slow  # type: ignore[method-assign]
     if fate == "half a shard":
-        places.save_bytes = dies_at(3, places.save_bytes, half)
+        places.save_bytes = dies_at(6, places.save_bytes, half)  # contract, 2 x (shard, note), shard
+    if fate == "before a note":
+        precomputing._Worker._gate = dies_at(3, precomputing._Worker._gate)  # type: ignore[method-assign]
     if fate == "before the manifest":
         manifest.Manifest.save = dies_at(1, manifest.Manifest.save)  # type: ignore[method-assign]
     if fate == "before the contract":
-        precomputing.write_json = dies_at(1, precomputing.write_json)
-    precompute(target, CHATS, FEATURES, out, Accounting(used=len(CHATS)), Ranks())
+        precomputing._prepare = dies_at(1, precomputing._prepare)
+    accounting = Accounting(used=len(CHATS)).as_dict()
+    source = EngineStates(target)
+    precompute(source, CHATS, FEATURES, out, accounting, ranks or Ranks())
 
 
 def train_slowly(features: Path, out: Path, log: Path, fate: str = "") -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import signal
 import threading
 import time
@@ -21,20 +22,20 @@ from mtp_train.core.dist import Ranks
 from mtp_train.core.errors import UserError
 from mtp_train.core.records import Accounting, TokenizedConversation
 from mtp_train.models.target import Target
+from mtp_train.precompute.sources import EngineStates
 from mtp_train.precompute.gate import GateResult, check_rows
 from mtp_train.precompute.stage import (
     PrecomputeConfig,
     contract_for,
     fill,
-    from_answers,
     plan_shards,
     precompute,
 )
 from mtp_train.store.checks import verify_files
+from mtp_train.store.corpus import lengths_of
 from mtp_train.store.index import shard_name
-from mtp_train.store.manifest import NAME, load_manifest
+from mtp_train.store.manifest import NAME, Contract, load_manifest
 from mtp_train.store.shards import FeatureStore
-from mtp_train.text.sources import Answer
 
 
 def make(
@@ -44,13 +45,21 @@ def make(
     config: PrecomputeConfig = FEATURES,
     ranks: Ranks | None = None,
 ) -> None:
-    precompute(target, chats, config, out, Accounting(used=len(chats)), ranks or Ranks())
+    accounting = Accounting(used=len(chats)).as_dict()
+    source = EngineStates(target, config.states)
+    precompute(source, chats, config, out, accounting, ranks or Ranks())
+
+
+def contract(
+    target: Target, chats: Sequence[TokenizedConversation], config: PrecomputeConfig
+) -> Contract:
+    return contract_for(EngineStates(target, config.states), chats, config)
 
 
 def shard_files(folder: Path) -> dict[str, bytes]:
     return {
         path.name: path.read_bytes()
-        for path in sorted(folder.glob("shard-*")) + sorted(folder.glob(NAME))
+        for path in sorted(folder.glob("shard-*.safetensors")) + sorted(folder.glob(NAME))
     }
 
 
@@ -101,36 +110,9 @@ def test_shards_are_fixed_by_order_and_row_budget() -> None:
         conversation(str(index), [1], [2] * (length - 1))
         for index, length in enumerate([10, 20, 5, 40, 3, 3])
     ]
-    assert [[chat.key for chat in shard] for shard in plan_shards(chats, 30)] == [
-        ["0", "1"],
-        ["2"],
-        ["3"],
-        ["4", "5"],
-    ]
+    assert [list(shard) for shard in plan_shards(lengths_of(chats), 30)] == [[0, 1], [2], [3], [4, 5]]
     assert list(fill([("a", 5), ("b", 5), ("c", 1)], 10)) == [["a", "b"], ["c"]]
     assert list(fill([], 10)) == []
-
-
-def answer(key: str, prompt: int, output: int) -> Answer:
-    return Answer(key, "c", (), tuple(range(prompt)), tuple(range(10, 10 + output)), "stop")
-
-
-def test_answers_are_trained_and_prompts_are_not() -> None:
-    accounting = Accounting(used=3)
-    answers = [answer("a", 3, 2), answer("too long", 6, 5), answer("b", 1, 4)]
-    kept = from_answers(answers, PrecomputeConfig(max_tokens=10), accounting)
-    assert [(chat.key, chat.tokens, chat.loss_mask) for chat in kept] == [
-        ("a", (0, 1, 2, 10, 11), (0, 0, 0, 1, 1)),
-        ("b", (0, 10, 11, 12, 13), (0, 1, 1, 1, 1)),
-    ]
-    assert accounting.refused == {"longer than 10 tokens": 1}
-    assert accounting.examples == {"longer than 10 tokens": "too long"}
-    assert accounting.total == 3
-
-
-def test_no_sequence_at_all_is_an_error_that_says_why() -> None:
-    with pytest.raises(UserError, match="longer than 4 tokens"):
-        from_answers([answer("a", 3, 2)], PrecomputeConfig(max_tokens=4), Accounting(used=1))
 
 
 # --- the gate -------------------------------------------------------------------------------------------------
@@ -207,10 +189,10 @@ def test_a_bad_row_stops_the_run_and_names_its_sequence(
 def test_a_single_zero_is_no_zero_row() -> None:
     hidden = torch.ones(3, 4)
     hidden[1, 1:] = 0
-    check_rows(hidden, ["a", "b"], [0, 1, 3])
+    check_rows({"post_norm": hidden}, ["a", "b"], [0, 1, 3])
     hidden[1] = 0
-    with pytest.raises(UserError, match="row 0 of sequence 'b'"):
-        check_rows(hidden, ["a", "b"], [0, 1, 3])
+    with pytest.raises(UserError, match="layer_2 of row 0 of sequence 'b'"):
+        check_rows({"post_norm": hidden + 1, "layer_2": hidden}, ["a", "b"], [0, 1, 3])
     assert GateResult() == GateResult(0, 0, 0)
 
 
@@ -222,15 +204,15 @@ def test_one_changed_row_of_data_changes_the_contract_and_no_old_shard_is_used(
 ) -> None:
     """DEFECTS 23. The changed chat is as long as before: names and sizes of the files would not tell."""
     make(toy_target, tmp_path)
-    old = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("shard-*")}
+    old = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("shard-*.safetensors")}
     last = CHATS[-1]
     changed = [
         *CHATS[:-1],
         replace(last, tokens=((last.tokens[0] + 1) % VOCABULARY, *last.tokens[1:])),
     ]
-    assert contract_for(toy_target, changed, FEATURES) != contract_for(toy_target, CHATS, FEATURES)
+    assert contract(toy_target, changed, FEATURES) != contract(toy_target, CHATS, FEATURES)
     make(toy_target, tmp_path, changed)
-    new = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("shard-*")}
+    new = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("shard-*.safetensors")}
     assert new.keys() == old.keys()
     assert all(new[name] > old[name] for name in new), "every shard was made again"
     store = FeatureStore(tmp_path)
@@ -254,8 +236,8 @@ def test_every_kind_of_change_to_the_data_changes_the_contract(
 ) -> None:
     changed = change(CHATS)  # type: ignore[operator]
     assert (
-        contract_for(toy_target, changed, FEATURES).data_digest
-        != contract_for(toy_target, CHATS, FEATURES).data_digest
+        contract(toy_target, changed, FEATURES).data_digest
+        != contract(toy_target, CHATS, FEATURES).data_digest
     )
 
 
@@ -268,22 +250,22 @@ def test_another_target_or_shard_size_changes_the_contract(
         return Target.load(folder, "float32")
 
     one, other = saved(1), saved(2)
-    assert contract_for(one, CHATS, FEATURES) == contract_for(saved(1), CHATS, FEATURES)
+    assert contract(one, CHATS, FEATURES) == contract(saved(1), CHATS, FEATURES)
     assert (
-        contract_for(one, CHATS, FEATURES).target_hash
-        != contract_for(other, CHATS, FEATURES).target_hash
+        contract(one, CHATS, FEATURES).target_hash
+        != contract(other, CHATS, FEATURES).target_hash
     )
     wider = replace(FEATURES, rows_per_shard=64)
-    assert contract_for(toy_target, CHATS, wider) != contract_for(toy_target, CHATS, FEATURES)
+    assert contract(toy_target, CHATS, wider) != contract(toy_target, CHATS, FEATURES)
 
 
 def test_the_same_data_again_makes_no_shard_again(
     toy_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make(toy_target, tmp_path)
-    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("shard-*")}
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("shard-*.safetensors")}
     make(toy_target, tmp_path)
-    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("shard-*")} == before
+    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("shard-*.safetensors")} == before
 
 
 def test_an_unwritable_path_is_an_error_before_the_target_works(
@@ -300,45 +282,53 @@ def test_an_unwritable_path_is_an_error_before_the_target_works(
 
 
 def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(tmp_path: Path) -> None:
-    """DEFECTS 22: kill -9 in the middle of a shard, at random moments, and just before the manifest."""
+    """DEFECTS 22: kill -9 in the middle of a shard, before its note, before the contract and before the manifest."""
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
     assert children.run(children.precompute_slowly, unbroken) == 0
     expected = shard_files(unbroken)
     assert len(expected) > 9
 
-    def finished() -> dict[str, int]:
-        return {path.name: path.stat().st_mtime_ns for path in broken.glob("shard-*")}
+    def done() -> dict[str, int]:
+        """A shard is done by its note."""
+        return {path.name: path.stat().st_mtime_ns for path in broken.glob("shard-*.json")}
 
-    def soon_after(count: int, delay: float) -> bool:
-        if len(finished()) < count:
-            return False
-        time.sleep(delay)
-        return True
-
-    assert (
-        children.run(children.precompute_slowly, broken, "before the contract") == -signal.SIGKILL
-    )
-    assert children.run(children.precompute_slowly, broken, "half a shard") == -signal.SIGKILL
-    assert len(finished()) == 2
-    first = finished()
-    rng = random.Random(0)
-    for count in (3, 5, 6):
-        delay = rng.uniform(0, 2 * children.SLOW)
-        status = children.run(
-            children.precompute_slowly, broken, kill_when=lambda c=count, d=delay: soon_after(c, d)
-        )
-        assert status == -signal.SIGKILL
-        assert count <= len(finished()) < len(expected) - 1
+    fates = {"before the contract": 0, "half a shard": 2, "before a note": 4}
+    fates["before the manifest"] = len(expected) - 2
+    for fate, shards in fates.items():
+        before = done()
+        assert children.run(children.precompute_slowly, broken, fate) == -signal.SIGKILL
+        assert shards - 1 <= len(done()) <= shards + 1
+        assert before.items() <= done().items(), "work that was done is not done again"
         assert not (broken / NAME).exists()
         with pytest.raises(UserError, match="must be complete"):
             FeatureStore(broken)
-    assert (
-        children.run(children.precompute_slowly, broken, "before the manifest") == -signal.SIGKILL
-    )
-    assert len(finished()) == len(expected) - 1
+    before = done()
     assert children.run(children.precompute_slowly, broken) == 0
     assert shard_files(broken) == expected
-    assert first.items() <= finished().items(), "work that was done is not done again"
+    assert before == done()
+
+
+def test_twenty_kills_at_random_moments_with_one_two_and_three_ranks(tmp_path: Path) -> None:
+    """Every sequence once, and the unbroken run's bytes, whatever the number of ranks that goes on."""
+    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    assert children.run(children.precompute_slowly, unbroken) == 0
+    expected = shard_files(unbroken)
+    rng = random.Random(1)
+    killed = 0
+    while killed < 20:
+        world = 1 + killed % 3
+        ranks = children.launch(children.precompute_on_ranks, world, broken)
+        children.kill_after(ranks, rng.uniform(0.05, 0.4), first=rng.randrange(world))
+        if all(rank.exitcode == 0 for rank in ranks):  # came through before the kill: from the start
+            shutil.rmtree(broken)
+            continue
+        killed += 1
+    for rank in (ranks := children.launch(children.precompute_on_ranks, 2, broken)):
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+    assert shard_files(broken) == expected
+    store = FeatureStore(broken)
+    assert [store[index].key for index in range(len(store))] == [chat.key for chat in CHATS]
 
 
 def test_half_written_files_of_a_killed_run_are_cleared_away(tmp_path: Path) -> None:
@@ -348,16 +338,17 @@ def test_half_written_files_of_a_killed_run_are_cleared_away(tmp_path: Path) -> 
     assert left == []
 
 
-@dataclass(frozen=True)
+@dataclass
 class Meeting(Ranks):
     """A rank that is a thread: all of them meet at a barrier."""
 
     barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(1))
-    late_for: Path | None = None  # once past the first barrier, sleep until this file is there
+    late_for: Path | None = None  # past the second barrier, sleep until this file is there
 
     def wait(self) -> None:
         self.barrier.wait(timeout=30)
-        if self.late_for is not None:
+        self._meetings += 1
+        if self.late_for is not None and self._meetings == 2:
             end = time.monotonic() + 10
             while not self.late_for.is_file() and time.monotonic() < end:
                 time.sleep(0.001)
@@ -369,7 +360,7 @@ def on_ranks(target: Target, out: Path, world: int, late_for: Path | None = None
 
     def work(rank: int) -> None:
         try:
-            make(target, out, ranks=Meeting(rank, world, barrier, late_for if rank else None))
+            make(target, out, ranks=Meeting(rank, world, barrier=barrier, late_for=late_for if rank else None))
         except BaseException as error:
             errors.append(error)
             barrier.abort()
@@ -407,7 +398,7 @@ def test_each_rank_makes_its_share(
         children.precomputing,
         "write_shard",
         lambda path, *rest: (
-            made.append((threading.current_thread().name, path.name)),
+            made.append((threading.current_thread().name, Path(path).name)),
             write(path, *rest),
         )[1],
     )
@@ -416,7 +407,7 @@ def test_each_rank_makes_its_share(
     assert (
         sorted(shards)
         == sorted(set(shards))
-        == [path.name for path in sorted(tmp_path.glob("shard-*"))]
+        == [path.name for path in sorted(tmp_path.glob("shard-*.safetensors"))]
     )
     counts = [
         len([1 for thread, _ in made if thread == name]) for name in {thread for thread, _ in made}
@@ -443,7 +434,7 @@ def test_two_real_processes_end_with_the_same_bytes(two_ranks: TwoRanks, tmp_pat
     made = [row["shards"] for row in ranks]
     assert all(made)
     assert children.run(children.precompute_slowly, tmp_path) == 0
-    assert sorted(made[0] + made[1]) == [path.name for path in sorted(tmp_path.glob("shard-*"))]
+    assert sorted(made[0] + made[1]) == [path.name for path in sorted(tmp_path.glob("shard-*.safetensors"))]
     assert shard_files(two_ranks.folder / "features") == shard_files(tmp_path)
 
 

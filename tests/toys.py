@@ -15,6 +15,7 @@ from transformers import LlamaConfig
 from mtp_train.core.dist import Ranks
 from mtp_train.core.records import Accounting, TokenizedConversation
 from mtp_train.models.target import Target
+from mtp_train.precompute.sources import EngineStates
 from mtp_train.precompute.stage import PrecomputeConfig, precompute
 from mtp_train.store.shards import FeatureStore
 
@@ -63,7 +64,8 @@ def make_store(
 ) -> FeatureStore:
     """The chats' features, by the precompute stage."""
     config = PrecomputeConfig(rows_per_shard=rows_per_shard, rows_per_forward=32)
-    precompute(target, chats, config, folder, Accounting(used=len(chats)), Ranks())
+    accounting = Accounting(used=len(chats)).as_dict()
+    precompute(EngineStates(target), chats, config, folder, accounting, Ranks())
     return FeatureStore(folder)
 
 

@@ -17,10 +17,11 @@ from accelerate.utils import InitProcessGroupKwargs
 from children import CHATS, FEATURES
 from toys import VOCABULARY, conversation, make_store, make_target
 
-from mtp_train.core.dist import current_ranks
+from mtp_train.core.dist import launched_ranks
 from mtp_train.core.records import Accounting
 from mtp_train.heads.mtp import MtpConfig, build
 from mtp_train.precompute import stage
+from mtp_train.precompute.sources import EngineStates
 from mtp_train.store.shards import FeatureStore
 from mtp_train.train.loop import TrainConfig, train
 
@@ -44,7 +45,7 @@ def main(folder: Path) -> None:
     accelerator = Accelerator(
         cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=20))]
     )
-    ranks = current_ranks(cpu=True)
+    ranks = launched_ranks()
     target = make_target()
 
     def record(what: str, **values: Any) -> None:
@@ -55,10 +56,10 @@ def main(folder: Path) -> None:
 
     written: list[str] = []
     write_shard = stage.write_shard
-    stage.write_shard = lambda path, *rest: (written.append(path.name), write_shard(path, *rest))[1]
-    stage.precompute(
-        target, CHATS, FEATURES, folder / "features", Accounting(used=len(CHATS)), ranks
-    )
+    stage.write_shard = lambda path, *rest: (written.append(Path(path).name), write_shard(path, *rest))[1]
+    accounting = Accounting(used=len(CHATS)).as_dict()
+    source = EngineStates(target)
+    stage.precompute(source, CHATS, FEATURES, folder / "features", accounting, ranks)
     record("precompute", shards=written)
     features = FeatureStore(folder / "features")
 

@@ -1,34 +1,102 @@
-"""Which process of how many this is. The one place below `train` that names accelerate."""
+"""Which process of how many this is, and how processes wait for each other.
+
+Ranks of a stage that works on files need no collective operation: they meet at the launcher's key-value store. Only
+ranks that hold one target together (a tensor-parallel group) form a process group, of their own.
+Knows neither the work nor its data.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TypeVar
 
-from accelerate import PartialState
+import torch
+from torch import distributed
+
+from mtp_train.core.errors import UserError
+
+T = TypeVar("T")
+PATIENCE = timedelta(days=7)  # a launcher stops all ranks when one fails: waiting is for slow ones
 
 
-@dataclass(frozen=True)
+@dataclass
 class Ranks:
-    """This process's place among the run's."""
+    """This process's place among the run's. `group` consecutive ranks work as one unit."""
 
     rank: int = 0
     world: int = 1
+    group: int = 1
+    store: distributed.Store | None = None
+    _meetings: int = field(default=0, repr=False)
 
     @property
     def main(self) -> bool:
         return self.rank == 0
 
-    def mine(self, items: list[int]) -> list[int]:
-        """This rank's share of numbered work units: round robin."""
-        return items[self.rank :: self.world]
+    @property
+    def unit(self) -> int:
+        """Which unit of work this rank belongs to, of `units`."""
+        return self.rank // self.group
+
+    @property
+    def units(self) -> int:
+        return self.world // self.group
+
+    @property
+    def leader(self) -> bool:
+        """Whether this rank speaks for its unit."""
+        return self.rank % self.group == 0
+
+    def mine(self, items: list[T]) -> list[T]:
+        """This unit's share of a list that all ranks agree on: round robin."""
+        return items[self.unit :: self.units]
 
     def wait(self) -> None:
         """Return once every rank is here."""
-        if self.world > 1:
-            PartialState().wait_for_everyone()
+        if self.world == 1:
+            return
+        assert self.store is not None, "several ranks meet at a store"
+        self._meetings += 1
+        key = f"mtp_train/meeting/{self._meetings}"
+        if self.store.add(key, 1) == self.world:
+            self.store.set(f"{key}/open", "yes")
+        self.store.wait([f"{key}/open"], PATIENCE)
+
+    def grouped(self, size: int) -> Ranks:
+        """The same ranks, `size` of them to a unit, each unit in a process group of its own."""
+        if size == 1:
+            return self
+        if self.world % size or self.store is None:
+            raise UserError(
+                "the number of ranks must be a multiple of precompute.tensor_parallel",
+                f"{self.world} ranks, tensor_parallel {size}",
+                f"launch with torchrun --nproc-per-node {size}, or a multiple of it",
+            )
+        ranks = Ranks(self.rank, self.world, size, self.store, self._meetings)
+        distributed.init_process_group(
+            "nccl" if torch.cuda.is_available() else "gloo",
+            store=distributed.PrefixStore(f"mtp_train/unit/{ranks.unit}", self.store),
+            rank=self.rank % size,
+            world_size=size,
+        )
+        return ranks
 
 
-def current_ranks(cpu: bool) -> Ranks:
-    """Join the process group that the launcher describes, if there is one."""
-    state = PartialState(cpu=cpu)
-    return Ranks(state.process_index, state.num_processes)
+def launched_ranks() -> Ranks:
+    """This process's place, as the launcher (torchrun, accelerate launch) describes it."""
+    environment = os.environ
+    world = int(environment.get("WORLD_SIZE", "1"))
+    if world == 1:
+        return Ranks()
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        raise UserError(
+            "several ranks must be started by torchrun or accelerate launch",
+            f"WORLD_SIZE={world} without their store",
+            "launch with torchrun --nproc-per-node N -m mtp_train.cli.STAGE ...",
+        )
+    store = distributed.TCPStore(
+        environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), is_master=False
+    )
+    return Ranks(int(environment["RANK"]), world, store=store)

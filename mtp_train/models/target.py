@@ -8,7 +8,10 @@ Shapes: T rows, D hidden width, V vocabulary.
 from __future__ import annotations
 
 import copy
-from functools import cached_property
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +26,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
+from transformers.distributed import DistributedConfig
 
 from mtp_train.attention import interface
 from mtp_train.core.errors import UserError
@@ -33,17 +37,24 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
+POST_NORM = "post_norm"  # what `forward` returns; the lm_head's input
+PRE_NORM = "pre_norm"
+
+
 class Target:
     """A frozen causal language model: ragged rows in, post-final-norm states out.
 
-    `state` names what `forward` returns, as the store's manifest records it.
+    `state` names what `forward` returns, as stores and heads record it.
     """
 
-    state = "post_norm"
+    state = POST_NORM
 
-    def __init__(self, model: nn.Module, path: Path | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, path: Path | None = None, tensor_parallel: int = 1
+    ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.path = path
+        self.tensor_parallel = tensor_parallel
         self.config: PreTrainedConfig = cast(Any, model).config
         self.base: Any = cast(Any, model).base_model
         require_architecture(self.config)
@@ -56,16 +67,19 @@ class Target:
         *,
         device: str = "cpu",
         trust_remote_code: bool = False,
+        tensor_parallel: int = 1,
     ) -> Target:
         """Load from a local folder of safetensors.
 
         Args:
             dtype: one of `DTYPES`; bfloat16 is what engines serve, float32 is for exact comparisons.
+            tensor_parallel: ranks of this process's group that hold the target together, by transformers' own plan.
         """
         folder = require_model_folder(path)
         name, wanted = interface.register(), require_dtype(dtype)
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            spread = _spread(config, tensor_parallel) if tensor_parallel > 1 else {}
             model = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
@@ -73,14 +87,18 @@ class Target:
                 attn_implementation=name,
                 use_safetensors=True,
                 trust_remote_code=trust_remote_code,
+                **spread,
             )
+        except UserError:
+            raise
         except (OSError, ValueError, SafetensorError) as error:
             raise UserError(
                 "a target folder must hold a whole model that transformers knows",
                 f"{folder}: {error}",
                 "copy the files again, or choose another target",
             ) from error
-        return cls(cast(nn.Module, model).to(device), folder)
+        placed = model if spread else cast(nn.Module, model).to(device)
+        return cls(placed, folder, tensor_parallel)
 
     @classmethod
     def from_config(
@@ -107,6 +125,36 @@ class Target:
             attention_context=context,
         )
         return out.last_hidden_state.squeeze(0)
+
+    def capture(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        context: interface.AttentionContext,
+        states: Sequence[str],
+    ) -> dict[str, Tensor]:
+        """The named states [T, D] of one ragged batch, from one forward. See `layer_of` for the names."""
+        wanted = {name: layer_of(name, self.layers) for name in states if name != POST_NORM}
+        with self._entering(set(wanted.values())) as seen:
+            last = self.forward(tokens_T, positions_T, context)
+        return {name: last if name == POST_NORM else seen[wanted[name]] for name in states}
+
+    @contextmanager
+    def _entering(self, numbers: set[int]) -> Iterator[dict[int, Tensor]]:
+        """Collect what enters decoder layer k; k = number of layers is the final norm."""
+        seen: dict[int, Tensor] = {}
+        blocks = [*self.base.layers, self.base.norm]
+        hooks = [
+            blocks[number].register_forward_pre_hook(
+                partial(_keep_input, seen, number), with_kwargs=True
+            )
+            for number in numbers
+        ]
+        try:
+            yield seen
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """lm_head of post-norm states: [..., D] -> [..., V]."""
@@ -135,9 +183,8 @@ class Target:
 
     @property
     def kv_heads(self) -> int:
-        return int(
-            getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
-        )
+        """Key/value heads of this rank."""
+        return _kv_heads(self.config) // self.tensor_parallel
 
     @property
     def head_width(self) -> int:
@@ -179,6 +226,66 @@ def require_architecture(config: PreTrainedConfig) -> None:
             rope,
             "choose another target",
         )
+
+
+def layer_of(state: str, layers: int) -> int:
+    """The decoder layer that the named state enters; `layers` means the final norm.
+
+    `layer_<k>` is the residual stream after k decoder layers (0: the embeddings), which is how vLLM counts auxiliary
+    layers; `pre_norm` is the stream after all of them.
+    """
+    match = re.fullmatch(r"layer_(\d+)", state)
+    number = layers if state == PRE_NORM else int(match[1]) if match else -1
+    if not 0 <= number <= layers:
+        raise UserError(
+            f"a state must be {POST_NORM}, {PRE_NORM} or layer_0 to layer_{layers}",
+            state,
+            "correct precompute.states",
+        )
+    return number
+
+
+def eagle3_states(layers: int) -> tuple[str, ...]:
+    """Three auxiliary states for an EAGLE-3 head: low, middle and high.
+
+    vLLM's default ids (2, n // 2, n - 3), where they are three of rising order; evenly spread on shallow targets.
+    """
+    usual = (2, layers // 2, layers - 3)
+    shallow = (layers // 4, layers // 2, layers - layers // 4)
+    chosen = usual if usual[0] < usual[1] < usual[2] else shallow
+    if len(set(chosen)) < 3:
+        raise UserError(
+            "three auxiliary states need a target of 2 layers or more", layers, "name the states"
+        )
+    return tuple(f"layer_{number}" for number in chosen)
+
+
+def _keep_input(
+    seen: dict[int, Tensor],
+    number: int,
+    _module: nn.Module,
+    args: tuple[Tensor, ...],
+    kwargs: dict[str, Tensor],
+) -> None:
+    """A forward pre-hook: remember the hidden states [1, T, D] that enter a module, as [T, D]."""
+    seen[number] = (args[0] if args else kwargs["hidden_states"]).squeeze(0)
+
+
+def _kv_heads(config: PreTrainedConfig) -> int:
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
+def _spread(config: PreTrainedConfig, size: int) -> dict[str, Any]:
+    """How transformers shards the model over the `size` ranks of this process's group."""
+    heads = {"attention": config.num_attention_heads, "key/value": _kv_heads(config)}
+    uneven = [f"{count} {name} heads" for name, count in heads.items() if count % size]
+    if uneven:
+        raise UserError(
+            f"a target's heads must divide by precompute.tensor_parallel {size}",
+            " and ".join(uneven),
+            "choose another number",
+        )
+    return {"distributed_config": DistributedConfig(tp_size=size, tp_plan="auto")}
 
 
 def target_hash(path: str | Path) -> str:

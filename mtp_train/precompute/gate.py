@@ -1,12 +1,21 @@
 """The gate: stored rows must be the states by which the engine itself would choose its tokens.
 
-For a sample of sequences per shard, the engine's paged path (prefill of the first part, then the rest over the
-cache) chooses a token per row; argmax(lm_head(stored row)) must be that token. A wrong norm, layer, order or file
-shows here, before anything is trained on it.
+For a sample of sequences per shard the engine's paged path (prefill of the first part, then the rest over the cache)
+computes the rows once more, and the store gives back what it holds. A wrong norm, layer, order or file shows here,
+before anything is trained on it. Three rules:
+
+1. argmax(lm_head(captured post-norm row)) is the engine's token (a tie within rounding is counted);
+2. any other captured state is the engine's own, up to rounding;
+3. what is read back from the shard is what was captured, up to the codec's stated error.
+
+Knows no file.
+
+Shapes: L rows of a sequence, R of them compared (the last ones), D hidden width, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,70 +23,78 @@ from torch import Tensor
 
 from mtp_train.attention.paged import PagedContext, PagedKV, plan_batch
 from mtp_train.core.errors import UserError
-from mtp_train.models.target import Target
+from mtp_train.models.target import POST_NORM, Target
 
 PAGE = 16
-TIE_ULPS = (
-    4  # choices whose logits differ by less than this many units of the dtype's precision are a tie
-)
+PIECE = 512  # rows computed or projected at a time: bounds the mask [PIECE, L] and the logits [PIECE, V]
+TIE_ULPS = 4  # choices whose logits are closer than this many units of the dtype's precision are a tie
+STATE_ERROR = 0.05  # median over rows of |captured - engine's| / |engine's|; a neighbouring layer is several times that
+CODEC_ERROR = {"raw": 0.0, "lossless": 0.0, "fp8": 0.06}  # of a row, relative; e4m3 rounds by 2^-4 at most
 
 
 @dataclass
 class GateResult:
-    """Rows compared in all; `ties` of them chose another token within rounding. Anything else stops the run."""
+    """Rows compared; `ties` of them chose another token within rounding. Anything else stops the run."""
 
     sequences: int = 0
     rows: int = 0
     ties: int = 0
 
 
-def check_rows(hidden_TD: Tensor, keys: list[str], offsets: list[int]) -> None:
+def check_rows(states: dict[str, Tensor], keys: Sequence[str], offsets: Sequence[int]) -> None:
     """Raise if a row is not finite or all zero, naming its sequence."""
-    bad = ~hidden_TD.isfinite().all(dim=-1) | (hidden_TD == 0).all(dim=-1)
-    if bool(bad.any()):
-        row = int(bad.nonzero()[0])
-        sequence = max(index for index, start in enumerate(offsets[:-1]) if start <= row)
-        raise UserError(
-            "every stored state must be finite and not zero",
-            f"row {row - offsets[sequence]} of sequence {keys[sequence]!r}: {hidden_TD[row, :4].tolist()}...",
-            "try dtype float32 or bfloat16, and check the target",
-        )
+    for name, state_TD in states.items():
+        bad = ~state_TD.isfinite().all(dim=-1) | (state_TD == 0).all(dim=-1)
+        if bool(bad.any()):
+            row = int(bad.nonzero()[0])
+            sequence = max(index for index, start in enumerate(offsets[:-1]) if start <= row)
+            raise UserError(
+                "every stored state must be finite and not zero",
+                f"{name} of row {row - offsets[sequence]} of sequence {keys[sequence]!r}: "
+                f"{state_TD[row, :4].tolist()}...",
+                "try dtype float32 or bfloat16, and check the target",
+            )
+
+
+def check_stored(
+    key: str, captured: dict[str, Tensor], stored: dict[str, Tensor], codec: str
+) -> None:
+    """Rule 3. Both [L, D] by state; `stored` as a reader of the shard gets it."""
+    for name, state_LD in captured.items():
+        same = stored[name].shape == state_LD.shape and stored[name].dtype == state_LD.dtype
+        error = _relative_error(stored[name], state_LD).max() if same else float("inf")
+        if not error <= CODEC_ERROR[codec]:
+            raise UserError(
+                f"a shard must give back the {name} states written into it, to {CODEC_ERROR[codec]}",
+                f"sequence {key!r} with a relative error of {float(error):.3g}",
+                "check the disk, and run precompute again",
+            )
 
 
 def check_choices(
-    target: Target, key: str, token_T: Tensor, hidden_TD: Tensor, result: GateResult
+    target: Target, key: str, token_L: Tensor, captured: dict[str, Tensor], result: GateResult
 ) -> None:
-    """Compare one stored sequence with the engine's own choices; adds to `result`."""
-    engine_TV = target.logits(paged_states(target, token_T))
-    start = len(token_T) - len(engine_TV)
-    stored_TV = target.logits(hidden_TD[start:].to(target.dtype))
-    chosen, expected = stored_TV.argmax(-1), engine_TV.argmax(-1)
-    differ = chosen != expected
-    gap = (
-        (stored_TV.gather(1, chosen[:, None]) - stored_TV.gather(1, expected[:, None]))
-        .squeeze(1)
-        .float()
-    )
-    tolerance = (
-        TIE_ULPS * torch.finfo(target.dtype).eps * stored_TV.amax(-1).abs().float().clamp(min=1)
-    )
-    wrong = differ & (gap > tolerance)
+    """Rules 1 and 2 for one sequence; adds to `result`."""
+    engine = paged_states(target, token_L, tuple(captured))
+    rows = len(next(iter(engine.values())))
+    first = len(token_L) - rows
+    for name, own_RD in engine.items():
+        captured_RD = captured[name][first:].to(own_RD.device)
+        if name == POST_NORM:
+            result.ties += _compare_choices(target, key, first, captured_RD, own_RD)
+        else:
+            compare_states(name, key, captured_RD, own_RD)
     result.sequences += 1
-    result.rows += len(chosen)
-    result.ties += int((differ & ~wrong).sum())
-    if bool(wrong.any()):
-        row = int(wrong.nonzero()[0])
-        raise UserError(
-            "argmax(lm_head(stored row)) must be the engine's own token",
-            f"row {start + row} of sequence {key!r}: stored chooses {int(chosen[row])}, engine {int(expected[row])}",
-            "check that the store holds post-final-norm states of this target",
-        )
+    result.rows += rows
 
 
-def paged_states(target: Target, token_T: Tensor) -> Tensor:
-    """States of the second half of a sequence, computed as the engine does: over a cache of the first half."""
-    rows = len(token_T)
-    half = max(rows // 2, 1)
+def paged_states(target: Target, token_L: Tensor, states: Sequence[str]) -> dict[str, Tensor]:
+    """States of a sequence's later part, computed as the engine does: piece by piece over a cache of what came before.
+
+    The first piece (half of a short sequence) only fills the cache; the rows of the others are returned.
+    """
+    rows = len(token_L)
+    first = min(max(rows // 2, 1), PIECE)
     pages = [list(range(-(-rows // PAGE)))]
     cache = PagedKV(
         target.layers,
@@ -88,10 +105,62 @@ def paged_states(target: Target, token_T: Tensor) -> Tensor:
         dtype=target.dtype,
         device=target.device,
     )
-    for start, count in ((0, half), (half, rows - half)):
-        if count:
-            plan = plan_batch(pages, [start], [count], PAGE, target.device)
-            states = target.forward(
-                token_T[start : start + count], plan.positions, PagedContext(cache, plan)
+    edges = [0, *range(first, rows, PIECE), rows]
+    found = []
+    for start, end in zip(edges, edges[1:], strict=False):
+        plan = plan_batch(pages, [start], [end - start], PAGE, target.device)
+        found.append(
+            target.capture(token_L[start:end], plan.positions, PagedContext(cache, plan), states)
+        )
+    kept = found[1:] or found  # a sequence of one row is all it has
+    return {name: torch.cat([piece[name] for piece in kept]) for name in states}
+
+
+def _compare_choices(
+    target: Target, key: str, first: int, captured_RD: Tensor, engine_RD: Tensor
+) -> int:
+    """Rows that tie; raises where captured and engine's states choose different tokens."""
+    ties = 0
+    for start in range(0, len(captured_RD), PIECE):
+        part = slice(start, start + PIECE)
+        captured_RV = target.logits(captured_RD[part])
+        chosen = captured_RV.argmax(-1)
+        expected = target.logits(engine_RD[part]).argmax(-1)
+        differ, wrong = compare_logits(captured_RV, chosen, expected)
+        if bool(wrong.any()):
+            row = int(wrong.nonzero()[0])
+            raise UserError(
+                "argmax(lm_head(stored row)) must be the engine's own token",
+                f"row {first + start + row} of sequence {key!r}: stored chooses {int(chosen[row])}, "
+                f"engine {int(expected[row])}",
+                "check that the store holds post-final-norm states of this target",
             )
-    return states
+        ties += int(differ.sum())
+    return ties
+
+
+def compare_logits(
+    captured_RV: Tensor, chosen_R: Tensor, expected_R: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rows whose choices differ, and those that differ by more than rounding explains, [R] each."""
+    differ = chosen_R != expected_R
+    gap = captured_RV.gather(1, chosen_R[:, None]) - captured_RV.gather(1, expected_R[:, None])
+    size = captured_RV.amax(-1).abs().float().clamp(min=1)
+    tolerance = TIE_ULPS * torch.finfo(captured_RV.dtype).eps * size
+    return differ, differ & (gap.squeeze(1).float() > tolerance)
+
+
+def compare_states(name: str, key: str, captured_RD: Tensor, engine_RD: Tensor) -> None:
+    error = float(_relative_error(captured_RD, engine_RD).median())
+    if not error <= STATE_ERROR:
+        raise UserError(
+            f"captured {name} states must be the engine's own",
+            f"sequence {key!r} with a median relative error of {error:.3g}",
+            "check the layer numbers and the backend",
+        )
+
+
+def _relative_error(state_LD: Tensor, reference_LD: Tensor) -> Tensor:
+    """|difference| / |reference| of each row [L]."""
+    difference = (state_LD.float() - reference_LD.float()).norm(dim=-1)
+    return difference / reference_LD.float().norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)

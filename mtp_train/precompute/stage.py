@@ -1,39 +1,45 @@
 """Text to features: packed prefill, shard by shard, resumable, behind the gate.
 
-A shard is a unit of work fixed by the data's order and the row budget: the same bytes whichever rank makes it.
-Files that a killed run finished are kept; the manifest, written last, makes the store whole.
+A shard is a unit of work fixed by the data's order and the row budget: the same bytes whichever rank makes it, and
+however many there are. Beside each finished shard lies a note with its entry and what its gate saw: the note makes the
+shard done. The manifest, written last, makes the store whole.
+
+Encoding and writing run in a thread behind the target's forward.
 """
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+import json
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from mtp_train.attention.packed import PackedContext
 from mtp_train.batches.pack import fill
 from mtp_train.core.dist import Ranks
 from mtp_train.core.errors import UserError
 from mtp_train.core.progress import progress, say
-from mtp_train.core.provenance import digest, read_json, require_writable, write_json
-from mtp_train.core.records import Accounting, TokenizedConversation
-from mtp_train.models.target import Target
-from mtp_train.precompute.gate import GateResult, check_choices, check_rows
+from mtp_train.core.records import TokenizedConversation
+from mtp_train.engine.clock import Clock
+from mtp_train.precompute.gate import GateResult, check_rows, check_stored
+from mtp_train.precompute.sources import StateSource
+from mtp_train.store.codecs import find_codec
+from mtp_train.store.corpus import lengths_of, sequences_digest
 from mtp_train.store.index import shard_name
-from mtp_train.store.manifest import NAME, Contract
-from mtp_train.store.shards import (
-    describe_shard,
-    encode_shard,
-    finish_store,
-    open_shard,
-    write_shard,
-)
-from mtp_train.text.sources import Answer
+from mtp_train.store.manifest import NAME, Contract, ShardEntry
+from mtp_train.store.places import Place, join
+from mtp_train.store.shards import encode_shard, finish_store, open_shard, write_shard
+
+NOTE = "contract.json"
+GATE_ROWS = 128  # of a sequence that the gate looks at; whole sequences in every WHOLE-th shard
+WHOLE = 16
+WHOLE_ROWS = 4096  # of a longer one, its beginning
 
 
 @dataclass(frozen=True)
@@ -41,162 +47,233 @@ class PrecomputeConfig:
     """How features are made.
 
     Attributes:
+        states: which states to keep: post_norm, pre_norm, layer_<k>, or eagle3 for three auxiliary layers.
+        codec: raw (as the target computes them), lossless, or fp8.
         rows_per_shard: row budget of a shard (one longer sequence makes a shard of its own).
         rows_per_forward: row budget of one packed prefill.
-        max_tokens: longest sequence; longer ones are refused and counted.
         gate_sequences: sequences per shard whose choices are compared with the engine's.
+        tensor_parallel: ranks that hold one target together; groups of ranks work side by side.
     """
 
+    states: list[str] = field(default_factory=lambda: ["post_norm"])
+    codec: str = "raw"
     rows_per_shard: int = 16384
     rows_per_forward: int = 2048
-    max_tokens: int = 4096
     gate_sequences: int = 2
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("rows_per_shard", "rows_per_forward", "max_tokens", "gate_sequences"):
+        find_codec(self.codec)
+        if not self.states:
+            raise UserError("precompute.states must name a state", self.states, "add post_norm")
+        for name in ("rows_per_shard", "rows_per_forward", "gate_sequences", "tensor_parallel"):
             if getattr(self, name) < 1:
                 raise UserError(
                     f"precompute.{name} must be 1 or more", getattr(self, name), "raise it"
                 )
 
 
-def from_answers(
-    answers: Sequence[Answer], config: PrecomputeConfig, accounting: Accounting
-) -> list[TokenizedConversation]:
-    """The target's answers as sequences: prompt ids masked out, its own ids trained, as they were said."""
-    kept = []
-    for answer in answers:
-        tokens = answer.prompt_ids + answer.output_ids
-        if len(tokens) > config.max_tokens:
-            accounting.used -= 1
-            accounting.refuse(f"longer than {config.max_tokens} tokens", answer.key)
-            continue
-        mask = (0,) * len(answer.prompt_ids) + (1,) * len(answer.output_ids)
-        kept.append(TokenizedConversation(answer.key, tokens, mask, answer.category))
-    if not kept:
-        raise UserError(
-            "precompute needs at least one sequence",
-            accounting.as_dict(),
-            "raise precompute.max_tokens or add data",
-        )
-    return kept
-
-
 def contract_for(
-    target: Target, sequences: Sequence[TokenizedConversation], config: PrecomputeConfig
+    source: StateSource, sequences: Sequence[TokenizedConversation], config: PrecomputeConfig
 ) -> Contract:
     """What the store will say of itself."""
     return Contract(
-        target_hash=target.hash,
-        states=(target.state,),
-        hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-        dtype=str(target.dtype).removeprefix("torch."),
-        codec="raw",
-        data_digest=digest(
-            [[sequence.key, sequence.tokens, sequence.loss_mask] for sequence in sequences]
-        ),
+        target_hash=source.target_hash,
+        states=source.states,
+        codec=config.codec,
+        hidden_size=source.hidden_size,
+        vocab_size=source.vocab_size,
+        dtype=source.dtype,
+        data_digest=sequences_digest(sequences),
         rows_per_shard=config.rows_per_shard,
         rows_per_forward=config.rows_per_forward,
     )
 
 
-def plan_shards(
-    sequences: Sequence[TokenizedConversation], budget: int
-) -> list[list[TokenizedConversation]]:
-    """Consecutive sequences whose rows fit the budget."""
-    return list(fill([(sequence, len(sequence.tokens)) for sequence in sequences], budget))
+def plan_shards(lengths: Sequence[int] | np.ndarray, budget: int) -> list[range]:
+    """Consecutive sequences whose rows fit the budget, as ranges of sequence numbers."""
+    groups = fill(list(enumerate(np.asarray(lengths).tolist())), budget)
+    return [range(group[0], group[-1] + 1) for group in groups]
 
 
 @torch.inference_mode()
 def precompute(
-    target: Target,
+    source: StateSource,
     sequences: Sequence[TokenizedConversation],
     config: PrecomputeConfig,
-    out: Path,
-    accounting: Accounting,
+    out: str | Path,
+    accounting: dict[str, Any],
     ranks: Ranks,
 ) -> None:
-    """Write the store of `sequences` to `out`; each rank makes its share of the shards."""
-    contract = contract_for(target, sequences, config)
+    """Write the store of `sequences` to `out`, a folder or fsspec address; each unit of ranks makes its share."""
+    place = Place(out)
+    contract = contract_for(source, sequences, config)
+    shards = plan_shards(lengths_of(sequences), config.rows_per_shard)
     if ranks.main:
-        _prepare(out, contract)
+        _prepare(place, contract)
     ranks.wait()
-    shards = plan_shards(sequences, config.rows_per_shard)
-    todo = {index for index in range(len(shards)) if not (out / shard_name(index)).is_file()}
-    done = sum(
-        len(sequence.tokens)
-        for index, shard in enumerate(shards)
-        if index not in todo
-        for sequence in shard
-    )
-    total = sum(len(sequence.tokens) for sequence in sequences)
-    gate = GateResult()
-    with progress(total, f"precompute {out.name}", "token", initial=done, shown=ranks.main) as bar:
-        # Shares go by number, not by what a rank finds undone: ranks look at the folder at different times.
-        for index in ranks.mine(list(range(len(shards)))):
-            if index not in todo:
-                continue
-            hidden = torch.cat(
-                [_states(target, pack) for pack in _packs(shards[index], config.rows_per_forward)]
-            )
-            check_rows(
-                hidden,
-                [sequence.key for sequence in shards[index]],
-                [0, *accumulate(len(s.tokens) for s in shards[index])],
-            )
-            encoded = encode_shard(shards[index], {target.state: hidden}, contract.codec)
-            write_shard(out / shard_name(index), encoded)
-            bar.update(len(hidden))
+    todo = _missing(place, len(shards))
+    ranks.wait()  # all have looked before anyone adds to it
+    worker = _Worker(source, sequences, config, place, ranks)
+    worker.run([(index, shards[index]) for index in ranks.mine(todo)], _name(out))
     ranks.wait()
     if ranks.main:
-        for index, shard in enumerate(shards):
-            _gate_shard(target, out / shard_name(index), shard, config.gate_sequences, gate)
-        entries = tuple(describe_shard(out / shard_name(index)) for index in range(len(shards)))
-        finish_store(out, contract, entries, asdict(gate), accounting.as_dict())
-        say(
-            f"precompute {out.name}: {total} tokens, {len(shards)} shards; gate: {gate.rows} rows, {gate.ties} ties"
-        )
+        _finish(place, contract, len(shards), accounting)
     ranks.wait()
 
 
-def _prepare(out: Path, contract: Contract) -> None:
-    """Make the folder ready: shards of another contract are removed, of the same one kept."""
-    require_writable(out)
-    note = out / "contract.json"
-    if not note.is_file() or read_json(note) != contract.as_dict():
-        shutil.rmtree(out)
-        require_writable(out)
-        write_json(note, contract.as_dict())
-    (out / NAME).unlink(missing_ok=True)
-    for left in out.glob(".*.part"):  # half-written by a killed run
-        left.unlink()
+class _Worker:
+    """One unit's share of the shards: the target's forward here, encoding and writing one shard behind."""
+
+    def __init__(
+        self,
+        source: StateSource,
+        sequences: Sequence[TokenizedConversation],
+        config: PrecomputeConfig,
+        place: Place,
+        ranks: Ranks,
+    ) -> None:
+        self.source, self.sequences, self.config = source, sequences, config
+        self.place, self.ranks = place, ranks
+        self.clock = Clock()
+
+    def run(self, share: list[tuple[int, range]], name: str) -> None:
+        """Make the shards, gate each one when it lies on disk, and note it."""
+        lengths = lengths_of(self.sequences)
+        total = int(sum(lengths[members.start : members.stop].sum() for _, members in share))
+        title = f"precompute {name}"
+        if self.ranks.units > 1:
+            title += f" ({self.ranks.unit + 1} of {self.ranks.units})"
+        shown = self.ranks.main
+        with ThreadPoolExecutor(1) as writer, progress(total, title, "token", shown=shown) as bar:
+            behind: _Made | None = None
+            for index, members in share:
+                made = self._make(index, members, bar)
+                if self.ranks.leader:
+                    made.entry = writer.submit(self._write, made)
+                if behind:
+                    self._gate(behind)
+                behind = made
+            if behind:
+                self._gate(behind)
+        if share:
+            say(f"{title}: {total} tokens in {len(share)} shards; {_spent(self.clock)}")
+
+    def _make(self, index: int, members: range, bar: Any) -> _Made:
+        found: list[dict[str, Tensor]] = []
+        with self.clock("read"):
+            chats = [self.sequences[member] for member in members]
+        for pack in fill([(chat, len(chat.tokens)) for chat in chats], self.config.rows_per_forward):
+            with self.clock("target"):
+                found.append(self.source.capture(pack))
+            bar.update(len(next(iter(found[-1].values()))))
+        states = {name: torch.cat([pack[name] for pack in found]) for name in self.source.states}
+        return _Made(index, chats, states)
+
+    def _write(self, made: _Made) -> ShardEntry:
+        """In the writer's thread."""
+        with self.clock("encode"):
+            check_rows(made.states, [chat.key for chat in made.chats], made.offsets)
+            encoded = encode_shard(made.chats, made.states, self.config.codec)
+        with self.clock("write"):
+            return write_shard(join(self.place.address, shard_name(made.index)), encoded)
+
+    def _gate(self, made: _Made) -> None:
+        """Hold a written shard against the source's own choices; its note makes it done."""
+        entry = made.entry.result() if made.entry else None
+        result = GateResult()
+        with self.clock("gate"):
+            for member, rows in _sample(made, self.config.gate_sequences):
+                chat, start = made.chats[member], made.offsets[member]
+                captured = {
+                    name: state[start : start + len(chat.tokens)]
+                    for name, state in made.states.items()
+                }
+                if entry:
+                    shard = open_shard(join(self.place.address, entry.file))
+                    check_stored(chat.key, captured, shard[member].states, self.config.codec)
+                head = {name: state[:rows] for name, state in captured.items()}
+                self.source.check(chat.key, chat.tokens[:rows], head, result)
+        if entry:
+            note = {"entry": asdict(entry), "gate": asdict(result)}
+            self.place.write(_note(made.index), json.dumps(note, indent=2).encode())
 
 
-def _packs(
-    shard: list[TokenizedConversation], budget: int
-) -> Iterator[list[TokenizedConversation]]:
-    return fill([(sequence, len(sequence.tokens)) for sequence in shard], budget)
+@dataclass
+class _Made:
+    """A shard's states in memory, and its file on the way."""
+
+    index: int
+    chats: list[TokenizedConversation]
+    states: dict[str, Tensor]  # [T, D] each
+    entry: Future[ShardEntry] | None = None
+
+    @property
+    def offsets(self) -> list[int]:
+        return [0, *accumulate(len(chat.tokens) for chat in self.chats)]
 
 
-def _states(target: Target, pack: list[TokenizedConversation]) -> Tensor:
-    """One packed prefill: the sequences' states end to end [T, D]."""
-    offsets = [0, *accumulate(len(sequence.tokens) for sequence in pack)]
-    tokens = torch.tensor(
-        [token for sequence in pack for token in sequence.tokens], device=target.device
+def _sample(made: _Made, count: int) -> list[tuple[int, int]]:
+    """Members of a shard that the gate looks at, and how many rows of each: the same whoever makes the shard."""
+    limit = GATE_ROWS if made.index % WHOLE else WHOLE_ROWS
+    chosen = np.random.default_rng(made.index).permutation(len(made.chats))[:count]
+    return [(int(member), min(len(made.chats[member].tokens), limit)) for member in sorted(chosen)]
+
+
+def _prepare(place: Place, contract: Contract) -> None:
+    """Make the place ready: shards of another contract are removed, of the same one kept."""
+    place.require_writable()
+    names = place.names()
+    wanted = contract.as_dict()
+    if NOTE not in names or json.loads(place.read(NOTE)) != wanted:
+        for name in names:
+            place.remove(name)
+        place.write(NOTE, json.dumps(wanted, indent=2).encode())
+        return
+    for name in names:  # an unfinished shard, or a killed writer's half
+        orphan = name.startswith("shard-") and name.endswith(".safetensors")
+        if name == NAME or name.endswith(".part") or (orphan and _note_of(name) not in names):
+            place.remove(name)
+
+
+def _missing(place: Place, shards: int) -> list[int]:
+    """Numbers of the shards that aren't done."""
+    names = set(place.names())
+    return [
+        index for index in range(shards) if not {shard_name(index), _note(index)} <= names
+    ]
+
+
+def _finish(place: Place, contract: Contract, shards: int, accounting: dict[str, Any]) -> None:
+    entries, gate = [], GateResult()
+    for index in range(shards):
+        note = json.loads(place.read(_note(index)))
+        entries.append(ShardEntry(**note["entry"]))
+        for name, value in note["gate"].items():
+            setattr(gate, name, getattr(gate, name) + value)
+    manifest = finish_store(
+        place.address, contract, entries, asdict(gate), accounting
     )
-    positions = torch.cat(
-        [torch.arange(len(sequence.tokens), device=target.device) for sequence in pack]
+    say(
+        f"precompute {_name(place.address)}: {manifest.tokens} tokens in {shards} shards; "
+        f"gate: {gate.rows} rows of {gate.sequences} sequences, {gate.ties} ties"
     )
-    return target.forward(tokens, positions, PackedContext(offsets)).cpu()
 
 
-def _gate_shard(
-    target: Target, path: Path, shard: list[TokenizedConversation], count: int, result: GateResult
-) -> None:
-    """Read sequences back from the file, spread over the shard, and hold them against the engine."""
-    file = open_shard(path)
-    for index in {round(step * (len(shard) - 1) / max(count - 1, 1)) for step in range(count)}:
-        hidden = file[index].hidden.to(target.device)
-        tokens = torch.tensor(shard[index].tokens, device=target.device)
-        check_choices(target, shard[index].key, tokens, hidden, result)
+def _note(index: int) -> str:
+    return _note_of(shard_name(index))
+
+
+def _note_of(shard: str) -> str:
+    return shard.removesuffix(".safetensors") + ".json"
+
+
+def _name(address: str | Path) -> str:
+    return str(address).rstrip("/").rsplit("/", 1)[-1]
+
+
+def _spent(clock: Clock) -> str:
+    """The parts by seconds, the longest one named first."""
+    parts = sorted(clock.seconds.items(), key=lambda item: -item[1])
+    longest = parts[0][0] if parts else "none"
+    return f"longest: {longest} (" + ", ".join(f"{name} {s:.1f} s" for name, s in parts) + ")"

@@ -1,0 +1,79 @@
+"""Where states come from. Precompute asks a source to capture sequences and to check what it captured.
+
+A source of its own for each implementation of the target; all are held to the same gate. Knows no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mtp_train.attention.packed import PackedContext
+from mtp_train.core.records import TokenizedConversation
+from mtp_train.models.target import Target, eagle3_states, layer_of
+from mtp_train.precompute.gate import GateResult, check_choices
+
+EAGLE3 = "eagle3"  # stands for three auxiliary layers
+
+
+class StateSource(Protocol):
+    """An implementation of a target that gives its states away."""
+
+    name: str
+    states: tuple[str, ...]
+    target_hash: str
+    hidden_size: int
+    vocab_size: int
+    dtype: str
+
+    def capture(self, sequences: Sequence[TokenizedConversation]) -> dict[str, Tensor]:
+        """Each state's rows of the sequences, end to end [T, D], on the CPU."""
+        ...
+
+    def check(self, key: str, tokens: Sequence[int], captured: dict[str, Tensor], result: GateResult) -> None:
+        """Hold captured states [L, D] of a sequence against the implementation's own choices."""
+        ...
+
+
+class EngineStates:
+    """Our engine's packed prefill: sequences end to end in one ragged forward, checked against its paged path."""
+
+    name = "engine"
+
+    def __init__(self, target: Target, states: Sequence[str] = (Target.state,)) -> None:
+        self.target = target
+        self.states = expand_states(states, target.layers)
+        self.target_hash = target.hash
+        self.hidden_size, self.vocab_size = target.hidden_size, target.vocab_size
+        self.dtype = str(target.dtype).removeprefix("torch.")
+
+    def capture(self, sequences: Sequence[TokenizedConversation]) -> dict[str, Tensor]:
+        device = self.target.device
+        offsets = [0, *accumulate(len(sequence.tokens) for sequence in sequences)]
+        tokens = torch.tensor(
+            [token for sequence in sequences for token in sequence.tokens], device=device
+        )
+        positions = torch.cat(
+            [torch.arange(len(sequence.tokens), device=device) for sequence in sequences]
+        )
+        found = self.target.capture(tokens, positions, PackedContext(offsets), self.states)
+        return {name: state.cpu() for name, state in found.items()}
+
+    def check(self, key: str, tokens: Sequence[int], captured: dict[str, Tensor], result: GateResult) -> None:
+        token_L = torch.tensor(tokens, device=self.target.device)
+        check_choices(self.target, key, token_L, captured, result)
+
+
+def expand_states(states: Sequence[str], layers: int) -> tuple[str, ...]:
+    """The states' own names: `eagle3` stands for three layers of a target of so many. Raises for unknown names."""
+    names: list[str] = []
+    for state in states:
+        names += eagle3_states(layers) if state == EAGLE3 else [state]
+    for name in names:
+        if name != Target.state:
+            layer_of(name, layers)
+    return tuple(dict.fromkeys(names))

@@ -1,0 +1,155 @@
+"""Tokens and masks of a data set on disk, as they go into precompute: written as a stream, memory-mapped to read.
+
+Ranks share one file's pages instead of holding hundreds of thousands of Python lists each. `corpus.json`, written
+last, names the inputs that the content was made from, and makes the folder whole.
+Knows no target and no features.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtp_train.core.errors import UserError
+from mtp_train.core.provenance import read_json, require_writable, write_json
+from mtp_train.core.records import TokenizedConversation
+
+NAME = "corpus.json"
+FORMAT = 1
+TOKENS, MASK, OFFSETS = "tokens.i32", "mask.u8", "offsets.i64"
+KEYS, KEY_OFFSETS = "keys.utf8", "key_offsets.i64"
+FILES = {TOKENS: np.int32, MASK: np.uint8, OFFSETS: np.int64, KEY_OFFSETS: np.int64, KEYS: np.uint8}
+
+
+@dataclass(frozen=True)
+class CorpusNote:
+    """What `corpus.json` says."""
+
+    inputs: str  # digest of the sources' content, the template and the settings
+    digest: str  # of keys, tokens and masks, in order
+    sequences: int
+    tokens: int
+    loss_tokens: int
+    accounting: dict[str, Any]
+    format: int = FORMAT
+
+
+class Corpus(Sequence[TokenizedConversation]):
+    """Random access to a finished corpus."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        note = read_json(folder / NAME)
+        if note.get("format") != FORMAT:
+            raise UserError(
+                f"a corpus must have format {FORMAT}", note.get("format"), f"delete {folder}"
+            )
+        self.note = CorpusNote(**note)
+        self._arrays = {name: _mapped(folder / name, kind) for name, kind in FILES.items()}
+        if len(self._arrays[OFFSETS]) != self.note.sequences + 1:
+            raise UserError("a corpus must be whole", folder, "delete the folder and run again")
+
+    def __len__(self) -> int:
+        return self.note.sequences
+
+    def __getitem__(self, index: int) -> TokenizedConversation:  # type: ignore[override]
+        if not 0 <= index < len(self):
+            raise IndexError(f"sequence {index} of {len(self)}")
+        begin, end = self._arrays[OFFSETS][index : index + 2]
+        first, last = self._arrays[KEY_OFFSETS][index : index + 2]
+        key = self._arrays[KEYS][first:last].tobytes().decode("utf-8")
+        tokens, mask = (self._arrays[name][begin:end] for name in (TOKENS, MASK))
+        return TokenizedConversation(key, tuple(tokens.tolist()), tuple(mask.tolist()))
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens of every sequence [sequences]."""
+        return np.diff(self._arrays[OFFSETS])
+
+
+def write_corpus(
+    folder: Path,
+    sequences: Iterable[TokenizedConversation],
+    inputs: str,
+    accounting: Any,
+) -> Corpus:
+    """Write `sequences` as they come; what `folder` held before is removed.
+
+    Args:
+        accounting: asked for its `as_dict()` once the last sequence has come.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    require_writable(folder)
+    files = {name: open(folder / name, "wb") for name in FILES}
+    running, count, trained, rows, letters = hashlib.sha256(), 0, 0, 0, 0
+    try:
+        for name in (OFFSETS, KEY_OFFSETS):
+            files[name].write(np.int64(0).tobytes())
+        for sequence in sequences:
+            parts = _bytes_of(sequence)
+            rows, letters = rows + len(sequence.tokens), letters + len(parts[KEYS])
+            parts |= {OFFSETS: np.int64(rows).tobytes(), KEY_OFFSETS: np.int64(letters).tobytes()}
+            for name, part in parts.items():
+                files[name].write(part)
+            _add(running, parts)
+            count, trained = count + 1, trained + sum(sequence.loss_mask)
+    finally:
+        for file in files.values():
+            file.close()
+    note = CorpusNote(inputs, running.hexdigest()[:16], count, rows, trained, accounting.as_dict())
+    write_json(folder / NAME, note.__dict__)
+    return Corpus(folder)
+
+
+def found_corpus(folder: Path, inputs: str) -> Corpus | None:
+    """The corpus in `folder`, if it is whole and was made from these inputs."""
+    if not (folder / NAME).is_file() or read_json(folder / NAME).get("inputs") != inputs:
+        return None
+    return Corpus(folder)
+
+
+def sequences_digest(sequences: Iterable[TokenizedConversation]) -> str:
+    """Digest of keys, tokens and masks, in order: the one that a corpus of the same sequences notes."""
+    if isinstance(sequences, Corpus):
+        return sequences.note.digest
+    running = hashlib.sha256()
+    for sequence in sequences:
+        _add(running, _bytes_of(sequence))
+    return running.hexdigest()[:16]
+
+
+def lengths_of(sequences: Sequence[TokenizedConversation]) -> np.ndarray:
+    """Tokens of every sequence [sequences]."""
+    if isinstance(sequences, Corpus):
+        return sequences.lengths
+    return np.array([len(sequence.tokens) for sequence in sequences], dtype=np.int64)
+
+
+def _bytes_of(sequence: TokenizedConversation) -> dict[str, bytes]:
+    return {
+        TOKENS: np.asarray(sequence.tokens, dtype=np.int32).tobytes(),
+        MASK: np.asarray(sequence.loss_mask, dtype=np.uint8).tobytes(),
+        KEYS: sequence.key.encode("utf-8"),
+    }
+
+
+def _add(running: Any, parts: dict[str, bytes]) -> None:
+    """Lengths go in too: moving a token from one sequence to the next changes the digest."""
+    for name in (KEYS, TOKENS, MASK):
+        running.update(len(parts[name]).to_bytes(8, "little"))
+        running.update(parts[name])
+
+
+def _mapped(path: Path, kind: Any) -> np.ndarray:
+    if not path.is_file():
+        raise UserError("a corpus must be whole", f"{path} is missing", "run precompute again")
+    if path.stat().st_size == 0:  # an empty file cannot be mapped
+        return np.zeros(0, dtype=kind)
+    return np.memmap(path, dtype=kind, mode="r")
