@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from mtp_train.core.errors import UserError
 
@@ -37,7 +38,7 @@ def main() -> int:
 def dispatch(name: str, overrides: list[str]) -> None:
     """Run one stage, or all, or a tool."""
     if name in TOOLS:
-        importlib.import_module(f"mtp_train.cli.{name}").tool(overrides)
+        command(name).tool(overrides)
         return
     if name not in (*STAGES, "run"):
         raise UserError(
@@ -50,7 +51,12 @@ def dispatch(name: str, overrides: list[str]) -> None:
 
     job = Job(overrides)
     for stage in STAGES if name == "run" else (name,):
-        importlib.import_module(f"mtp_train.cli.{stage}").stage(job)
+        command(stage).stage(job)
+
+
+def command(name: str) -> Any:
+    """The module of a stage or tool, imported when it is asked for."""
+    return importlib.import_module(f"mtp_train.cli.{name}")
 
 
 def guarded(work: Callable[[], None]) -> int:

@@ -56,13 +56,13 @@ def advice(told: Inspection) -> str:
 def rows_table(told: Inspection) -> Table:
     """What became of every input row."""
     rows = told.accounting
-    found: list[Row] = [("used as is", "", *part(rows.used, rows.total), "")]
+    found: list[Row] = [("used as is", "", "", *part(rows.used, rows.total))]
     for word, reasons in (("repaired", rows.repaired), ("refused", rows.refused)):
         for reason, times in sorted(reasons.items(), key=lambda item: -item[1]):
             example = rows.examples.get(reason, "")
-            found.append((word, visible(reason), *part(times, rows.total), visible(example)))
-    found.append(("input", "", *part(rows.total, rows.total), ""))
-    return Table("Rows", ("rows", "why", "number", "share", "first"), found, 2)
+            found.append((word, visible(reason), visible(example), *part(times, rows.total)))
+    found.append(("input", "", "", *part(rows.total, rows.total)))
+    return Table("Rows", ("rows", "why", "first", "number", "share"), found, 3)
 
 
 def tokens_table(told: Inspection) -> Table:
@@ -180,7 +180,7 @@ def check_row(check: Check) -> Row:
 def duplicates_table(told: Inspection) -> Table:
     """The largest groups of each kind."""
     rows = [
-        (name, count(size), visible(", ".join(keys)))
+        (name, visible(", ".join(keys)), count(size))
         for name, found in (("sequence", told.equal), ("prompt", told.prompts))
         for size, keys in found.largest
     ]
@@ -188,7 +188,7 @@ def duplicates_table(told: Inspection) -> Table:
         f"{plural(told.equal.groups, 'group')} of equal sequences, "
         f"{plural(told.prompts.groups, 'group')} of equal prompts; the largest are listed."
     )
-    return Table("Duplicates", ("equal", "times", "some of their keys"), rows, note=note)
+    return Table("Duplicates", ("equal", "some of their keys", "times"), rows, 2, note)
 
 
 def longest_table(told: Inspection) -> Table:
