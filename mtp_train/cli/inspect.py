@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from mtp_train.core.errors import UserError
 from mtp_train.core.progress import progress, say
@@ -26,6 +27,7 @@ from mtp_train.text.template import ChatTemplate, Refusal
 def tool(arguments: Sequence[str]) -> None:
     """Inspect the data that `arguments` name; a `UserError` at the end if nothing in it can be trained."""
     asked = parse(arguments)
+    transformers_logging.set_verbosity_error()  # its warnings about long texts are not about this use
     tokenizer = load_tokenizer(asked.tokenizer)
     vocabulary = read_vocabulary(tokenizer, asked.tokenizer)
     accounting = Accounting()

@@ -15,7 +15,6 @@ from mtp_train.core.errors import UserError
 STAGES = ("regenerate", "precompute", "train", "evaluate", "report", "export")
 TOOLS = ("inspect",)  # with arguments of their own, and without a run
 USAGE = f"""usage: mtp-train STAGE [recipe=NAME] [key=value ...]
-
        mtp-train TOOL [arguments]         (mtp-train TOOL --help tells them)
 
 stages: {", ".join(STAGES)}
