@@ -19,6 +19,7 @@ FLOORS = {
     "store": 1,
     "losses": 1,
     "attention": 1,
+    "page": 1,
     "models": 2,
     "heads": 2,
     "batches": 2,
@@ -30,6 +31,7 @@ FLOORS = {
     "evaluate": 4,
     "export": 4,
     "report": 4,
+    "inspection": 4,
     "cli": 5,
 }
 NEIGHBOURS = {("heads", "models")}  # a head is built from the target's own block class
@@ -61,6 +63,8 @@ LIBRARIES = {
     "fsspec": ("store/places.py",),
     "zstandard": ("store/codecs.py",),
     "gguf": ("models",),
+    "jinja2": ("page", "text"),
+    "rich": ("inspection", "cli"),
     "wandb": (),
     "tensorboard": (),
     "vllm": (),

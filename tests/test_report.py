@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from mtp_train.core.errors import UserError
+from mtp_train.page.scale import fit, whole_steps
 from mtp_train.report.curves import thin, trailing_mean
 from mtp_train.report.markdown import cell, markdown
 from mtp_train.report.page import page
-from mtp_train.report.scale import fit, whole_steps
 from mtp_train.report.stage import write_report
 from mtp_train.report.verdict import headline, lossless_tile, tiles
 

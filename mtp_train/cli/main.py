@@ -1,18 +1,25 @@
-"""The command `mtp-train <stage> [overrides]`. A user's mistake is one line and exit status 2, without a traceback."""
+"""The commands `mtp-train <stage> [overrides]` and `mtp-train <tool> [arguments]`.
+
+A user's mistake is one line and exit status 2, without a traceback.
+"""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from mtp_train.core.errors import UserError
 
 STAGES = ("regenerate", "precompute", "train", "evaluate", "report", "export")
+TOOLS = ("inspect",)  # with arguments of their own, and without a run
 USAGE = f"""usage: mtp-train STAGE [recipe=NAME] [key=value ...]
+       mtp-train TOOL [arguments]         (mtp-train TOOL --help tells them)
 
 stages: {", ".join(STAGES)}
         run            all of them, in this order; what is done already is not done again
+tools:  inspect        what a data set trains: its masks in colour, lengths, duplicates, refused rows
 
 keys:   see conf/ (target.path, run, train.epochs, ...); `run` names the folder in which stages find each other
 """
@@ -20,24 +27,35 @@ keys:   see conf/ (target.path, run, train.epochs, ...); `run` names the folder 
 
 def main() -> int:
     arguments = sys.argv[1:]
-    if not arguments or {"-h", "--help", "help"} & set(arguments):
+    asked = {"-h", "--help", "help"} & set(arguments)
+    if not arguments or (asked and arguments[0] not in TOOLS):
         print(USAGE)
         return 0 if arguments else 2
     return guarded(lambda: dispatch(arguments[0], arguments[1:]))
 
 
 def dispatch(name: str, overrides: list[str]) -> None:
-    """Run one stage, or all."""
+    """Run one stage, or all, or a tool."""
+    if name in TOOLS:
+        command(name).tool(overrides)
+        return
     if name not in (*STAGES, "run"):
         raise UserError(
-            "a stage must be one of " + ", ".join((*STAGES, "run")), name, "see mtp-train --help"
+            "a stage must be one of " + ", ".join((*STAGES, "run", *TOOLS)),
+            name,
+            "see mtp-train --help",
         )
     # Stages load torch and transformers; a typing mistake should not wait for them.
     from mtp_train.cli.job import Job
 
     job = Job(overrides)
     for stage in STAGES if name == "run" else (name,):
-        importlib.import_module(f"mtp_train.cli.{stage}").stage(job)
+        command(stage).stage(job)
+
+
+def command(name: str) -> Any:
+    """The module of a stage or tool, imported when it is asked for."""
+    return importlib.import_module(f"mtp_train.cli.{name}")
 
 
 def guarded(work: Callable[[], None]) -> int:

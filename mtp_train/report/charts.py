@@ -11,9 +11,9 @@ from itertools import pairwise
 
 from markupsafe import Markup
 
-from mtp_train.report.figures import figure, interval
-from mtp_train.report.scale import Scale, fit, whole_steps
-from mtp_train.report.svg import (
+from mtp_train.page.figures import figure, interval
+from mtp_train.page.scale import Scale, fit, whole_steps
+from mtp_train.page.svg import (
     drawing,
     element,
     path,

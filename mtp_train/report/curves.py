@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+from mtp_train.page.figures import figure, known
 from mtp_train.report.charts import Line
-from mtp_train.report.figures import figure, known
 
 DRAWN_POINTS = 300  # a screen shows no more
 WINDOW_SHARE = 20  # the smoothed line is the mean of a twentieth of the run

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mtp_train.report.tables import Row, Table, all_tables
+from mtp_train.page.table import Row, Table
+from mtp_train.report.tables import all_tables
 from mtp_train.report.verdict import Tile, headline, tiles, title
 
 

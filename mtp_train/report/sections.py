@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mtp_train.page.figures import count, duration, figure, interval, signed, times
+from mtp_train.page.scale import Scale, fit
 from mtp_train.report import curves as curve
 from mtp_train.report.charts import Bars, Line, bar_chart, line_chart
-from mtp_train.report.figures import count, duration, figure, interval, signed, times
 from mtp_train.report.measures import (
     MODES,
     Measure,
@@ -17,7 +18,6 @@ from mtp_train.report.measures import (
     parts,
     runs,
 )
-from mtp_train.report.scale import Scale, fit
 from mtp_train.report.strips import Mark, axis_strip, bar_strip, interval_strip, stack_strip
 
 View = dict[str, Any]

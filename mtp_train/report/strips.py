@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from mtp_train.report.figures import figure, interval
-from mtp_train.report.scale import Scale
-from mtp_train.report.svg import drawing, element, percent, upright_grid
+from mtp_train.page.figures import figure, interval
+from mtp_train.page.scale import Scale
+from mtp_train.page.svg import drawing, element, percent, upright_grid
 
 LABELLED_SHARE = 0.09  # of the whole strip: a narrower segment has no room for its label
 

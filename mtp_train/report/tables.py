@@ -6,10 +6,9 @@ Knows no markup: a cell is text, and whoever writes it escapes it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from mtp_train.report.figures import (
+from mtp_train.page.figures import (
     MISSING,
     anything,
     count,
@@ -18,22 +17,11 @@ from mtp_train.report.figures import (
     scientific,
     signed,
 )
+from mtp_train.page.table import Row, Table
 from mtp_train.report.measures import Measure, comparisons, measures, parts, runs
 
-Row = tuple[str, ...]
 LABELS = ("set", "decoding", "category")
 CURVE_ROWS = 20  # a long training curve is thinned to about as many rows
-
-
-@dataclass(frozen=True)
-class Table:
-    """`labels` leading columns are words; the rest are figures, set flush right."""
-
-    title: str
-    header: Row
-    rows: Sequence[Row]
-    labels: int = 1
-    note: str = ""
 
 
 def acceptance(evaluation: Mapping[str, Any]) -> Table:

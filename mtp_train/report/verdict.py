@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from mtp_train.report.figures import count, figure, times
+from mtp_train.page.figures import count, figure, times
 from mtp_train.report.measures import Measure, overall
 
 

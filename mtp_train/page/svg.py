@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from markupsafe import Markup, escape
 
-from mtp_train.report.scale import Scale
+from mtp_train.page.scale import Scale
 
 
 def element(tag: str, *children: str, **attributes: str | float | None) -> Markup:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mtp_train.report.figures import known
+from mtp_train.page.figures import known
 
 
 @dataclass(frozen=True)

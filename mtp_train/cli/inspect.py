@@ -1,0 +1,161 @@
+"""`mtp-train inspect`: what a data set trains, in the terminal and as a page. Needs no model and no run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from mtp_train.core.errors import UserError
+from mtp_train.core.progress import progress, say
+from mtp_train.core.provenance import write_text
+from mtp_train.core.records import Accounting, Conversation, TokenizedConversation
+from mtp_train.inspection.collect import Collector, collect
+from mtp_train.inspection.page import page
+from mtp_train.inspection.pieces import Vocabulary
+from mtp_train.inspection.terminal import write
+from mtp_train.models.target import stop_tokens
+from mtp_train.text.sources import read_conversations
+from mtp_train.text.template import ChatTemplate, Refusal
+
+
+def tool(arguments: Sequence[str]) -> None:
+    """Inspect the data that `arguments` name; a `UserError` at the end if nothing in it can be trained."""
+    asked = parse(arguments)
+    transformers_logging.set_verbosity_error()  # its warnings about long texts are not about this use
+    tokenizer = load_tokenizer(asked.tokenizer)
+    vocabulary = read_vocabulary(tokenizer, asked.tokenizer)
+    accounting = Accounting()
+    collector = Collector(
+        vocabulary.size,
+        vocabulary.ends,
+        show=asked.show,
+        seed=asked.seed,
+        max_tokens=asked.max_tokens,
+    )
+    told = collect(
+        sequences(asked.data, ChatTemplate(tokenizer), accounting), collector, accounting
+    )
+    write(told, vocabulary, Console(markup=False, highlight=False, emoji=False))
+    if asked.html:
+        title = ", ".join(path.name for path in asked.data)
+        write_text(asked.html, page(told, vocabulary, title))
+        say(f"inspect: open {asked.html}")
+    if not told.sequences:
+        raise UserError("data must hold a reply to train on", "none", "see the reasons above")
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="mtp-train inspect",
+        description="Shows what a data set trains: conversations with their trained tokens coloured, "
+        "lengths, duplicates, and refused rows with reasons.",
+    )
+    parser.add_argument("data", nargs="+", type=Path, metavar="DATA", help="files of conversations")
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        required=True,
+        metavar="FOLDER",
+        help="the target's folder, or one with its tokenizer",
+    )
+    parser.add_argument(
+        "--show", type=int, default=5, metavar="N", help="conversations to show (default 5)"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page too")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="which conversations are drawn (default 0)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="count what lies beyond this length"
+    )
+    asked = parser.parse_args(arguments)
+    if asked.show < 0:
+        raise UserError("--show must be 0 or more", asked.show, "use 0 to see statistics alone")
+    if asked.max_tokens is not None and asked.max_tokens < 1:
+        raise UserError("--max-tokens must be 1 or more", asked.max_tokens, "leave it out for any")
+    if asked.html and asked.html.is_dir():
+        raise UserError("--html must name a file", asked.html, f"use {asked.html / 'inspect.html'}")
+    return asked
+
+
+def sequences(
+    paths: Sequence[Path], template: ChatTemplate, accounting: Accounting
+) -> Iterator[TokenizedConversation]:
+    """Every record of every usable row. Keys name their file where there are several."""
+    for path in paths:
+        conversations = usable(path, accounting)
+        for conversation in progress_over(conversations, path.name):
+            for record in tokenized(conversation, path, template, accounting):
+                several = len(paths) > 1
+                yield replace(record, key=f"{path.name}:{record.key}") if several else record
+
+
+def usable(path: Path, accounting: Accounting) -> list[Conversation]:
+    """A file's chats; none where all its rows are refused, which the accounting then tells."""
+    before = accounting.total
+    try:
+        return read_conversations(path, accounting)
+    except UserError:
+        if accounting.total == before:
+            raise
+        return []
+
+
+def tokenized(
+    conversation: Conversation, path: Path, template: ChatTemplate, accounting: Accounting
+) -> list[TokenizedConversation]:
+    """One conversation's records; none if it is refused, which takes it from the used rows."""
+    try:
+        found = template.tokenize(conversation)
+    except UserError as error:  # the template itself refuses these messages
+        found = Refusal(f"{error.rule}: {error.received}")
+    if isinstance(found, Refusal):
+        accounting.used -= 1
+        accounting.refuse(found.reason, f"{path}:{conversation.key}")
+        return []
+    return found
+
+
+def progress_over(conversations: Sequence[Conversation], what: str) -> Iterator[Conversation]:
+    with progress(len(conversations), what, "conversation") as shown:
+        for conversation in conversations:
+            yield conversation
+            shown.update()
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """A tokenizer of a local folder; weights need not be there."""
+    if not folder.is_dir():
+        raise UserError("--tokenizer must be a folder", folder, "name the target's folder")
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            "--tokenizer must be a folder that holds a tokenizer",
+            f"{folder}: {error}",
+            "name the target's folder",
+        ) from error
+
+
+def read_vocabulary(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Vocabulary:
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(
+            tokenizer.decode(
+                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+
+    return Vocabulary(
+        size=len(tokenizer),
+        special=frozenset(special | set(tokenizer.all_special_ids)),
+        ends=stop_tokens(tokenizer, folder),
+        decode=decode,
+    )

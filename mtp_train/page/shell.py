@@ -1,0 +1,65 @@
+"""A page as one HTML file that needs no network: its templates, its style sheet, and the one script it admits.
+
+Knows no content: each package that writes a page extends `shell.html.j2` with a template of its own.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+HERE = "mtp_train.page"
+
+
+def render(package: str, name: str, kind: str, **values: Any) -> str:
+    """The page that `name`.html.j2 of `package`'s assets makes of `values`; text in them is escaped.
+
+    Args:
+        package: module name of the package whose assets hold `name`.html.j2, `name`.js and, where it needs rules
+            beyond the shared sheet, `name`.css.
+        kind: what the page is, in a word.
+        values: what the template names; `title` among them.
+    """
+    script = asset(HERE, "page.js") + asset(package, f"{name}.js")
+    return (
+        environment(package)
+        .get_template(f"{name}.html.j2")
+        .render(
+            kind=kind,
+            style=asset(HERE, "page.css") + own_style(package, name),
+            script=script,
+            script_digest=content_digest(script),
+            **values,
+        )
+    )
+
+
+def environment(package: str) -> Environment:
+    return Environment(
+        loader=ChoiceLoader([PackageLoader(package, "assets"), PackageLoader(HERE, "assets")]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def asset(package: str, name: str) -> Markup:
+    """A file of assets/, ours and so not escaped."""
+    return Markup((files(package) / "assets" / name).read_text(encoding="utf-8"))
+
+
+def own_style(package: str, name: str) -> Markup:
+    """The rules that only this page needs; often none."""
+    sheet = f"{name}.css"
+    return asset(package, sheet) if (files(package) / "assets" / sheet).is_file() else Markup("")
+
+
+def content_digest(script: str) -> str:
+    """What the page's policy admits: this script and no other, should text of a model ever slip through."""
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
