@@ -1,0 +1,123 @@
+"""What a run will need, from sizes alone: disk, memory per rank, hours. Loads nothing, measures nothing.
+
+Every figure is a sum that can be checked by hand; what is measured (bytes of a codec, tokens per second) comes in as a
+number with its source.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtp_train.core.errors import UserError
+
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+TEXT = 4 + 1  # bytes per token: int32 id, uint8 mask
+INDEX = 4 + 4 + 8  # bytes per sequence: two lengths in the index, an offset in the shard
+# Of the raw bytes: lossless as measured on SmolLM2's post-norm states (docs/benchmarks); fp8 by construction.
+CODEC_RATIO = {"raw": 1.0, "lossless": 0.65, "fp8": 0.5}
+ADAM = 4 * 4  # float32 parameter, gradient and two moments
+LOSS_BUFFERS = 6  # [chunk, V] in float32 at a time
+LOSS_CHUNK = 256
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A target's dimensions, from its config."""
+
+    parameters: int
+    hidden: int
+    intermediate: int
+    layers: int
+    vocabulary: int
+    dtype: str
+
+    @property
+    def width(self) -> int:
+        """Bytes of one number."""
+        return BYTES[self.dtype]
+
+    @property
+    def block_parameters(self) -> int:
+        """Of one decoder layer, the embeddings counted out: what a one-layer head holds, roughly."""
+        return max(self.parameters - 2 * self.vocabulary * self.hidden, 0) // self.layers
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The text of one set. `bound`: an upper bound, since the target has yet to write its answers."""
+
+    name: str
+    sequences: int
+    tokens: int
+    bound: bool = False
+
+
+def disk_bytes(load: Workload, sizes: Sizes, states: int, codec: str) -> int:
+    """Bytes of a feature store."""
+    numbers = load.tokens * states * sizes.hidden * sizes.width
+    return round(numbers * CODEC_RATIO[codec]) + load.tokens * TEXT + load.sequences * INDEX
+
+
+def precompute_bytes(
+    sizes: Sizes, states: int, rows_per_forward: int, rows_per_shard: int, tensor_parallel: int
+) -> dict[str, int]:
+    """Memory of one rank, by part: what the process itself takes beside them is not counted."""
+    rows = rows_per_forward * sizes.width
+    return {
+        "weights": sizes.parameters * sizes.width // tensor_parallel,
+        "forward": rows * (8 * sizes.hidden + 3 * sizes.intermediate // tensor_parallel),
+        "states of two shards": 2 * rows_per_shard * states * sizes.hidden * sizes.width,
+        "gate": 2 * 512 * sizes.vocabulary * sizes.width,
+    }
+
+
+def train_bytes(sizes: Sizes) -> dict[str, int]:
+    """Memory of one rank, by part; activations of the pack come on top."""
+    head = sizes.block_parameters + 2 * sizes.hidden**2
+    return {
+        "target": sizes.parameters * sizes.width,
+        "head and optimiser": head * ADAM,
+        "loss buffers": LOSS_BUFFERS * LOSS_CHUNK * sizes.vocabulary * 4,
+    }
+
+
+def hours(tokens: int, tokens_per_second: float, units: int) -> float:
+    """Of a measured speed of one unit, for `units` that share the work."""
+    return tokens / tokens_per_second / units / 3600
+
+
+def free_bytes(path: Path) -> int:
+    """Of the disk on which `path` lies or will lie."""
+    place = path.resolve()
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free
+
+
+def stored_bytes(folders: Sequence[Path]) -> int:
+    """Bytes that lie in the folders already."""
+    files = (path for folder in folders for path in folder.glob("*"))
+    return sum(path.stat().st_size for path in files if path.is_file())
+
+
+def require_disk(need: int, have: int, place: Path, allowed: bool) -> None:
+    """Raise if the store won't fit, unless that is allowed."""
+    if need > have and not allowed:
+        raise UserError(
+            "the features must fit on the disk",
+            f"{readable(need)} needed, {readable(have)} free at {place}",
+            "use precompute.codec=lossless or fp8, fewer states or less data, another place "
+            "(precompute.out), or plan.allow_shortfall=true",
+        )
+
+
+def readable(count: float) -> str:
+    """Bytes in the unit that shows them best."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
