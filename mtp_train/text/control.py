@@ -25,19 +25,25 @@ PLANE = 0x100000  # plane 16, private use
 class Veil:
     """Veils and lifts the control tokens of one tokenizer.
 
+    Control tokens are the special ones, and what else of the added tokens the chat template writes. A reply is the
+    target's own text, which may hold `<think>` or `<tool_call>`: there only the special ones and those that frame
+    the turns are.
+
     Args:
-        tokenizer: its special tokens are control tokens, and so are its other added tokens that the chat template
-            writes; the latter only where the target doesn't write them itself (a reply may hold `<think>`).
+        frame: what the template writes around plain turns.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, frame: str) -> None:
         self.tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder.values()
-        template = str(tokenizer.chat_template)
         special = [token.content for token in added if token.special]
-        written = [token.content for token in added if token.content in template]
-        self._in_replies = _longest_first(special)
-        self._elsewhere = _longest_first([*special, *written])
+        template = str(tokenizer.chat_template)
+        self._in_replies = _longest_first(
+            [*special, *(token.content for token in added if token.content in frame)]
+        )
+        self._elsewhere = _longest_first(
+            [*self._in_replies, *(token.content for token in added if token.content in template)]
+        )
         self._plain: Tokenizer | None = None
         self._added = set(tokenizer.added_tokens_decoder)
 

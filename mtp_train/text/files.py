@@ -32,6 +32,7 @@ WRAPPERS = (
     "instances",
 )  # keys that hold the rows of a wrapped file
 BLOCK = 1 << 20  # characters read at a time from JSON that has no lines
+BLANK = b"\xef\xbb\xbf \t\r\n"
 NOT_JSON = "not valid JSON in UTF-8"
 
 
@@ -160,39 +161,60 @@ def parse(text: str) -> Any:
 
 
 def _text(path: Path, gzipped: bool) -> Iterator[Row]:
-    """JSON lines, or JSON values that span lines; the first line tells which."""
+    """JSON lines, or JSON values that span lines; the beginning tells which."""
     number = 0
     try:
         with _open(path, gzipped) as file:
-            blank: list[bytes] = []
-            for line in file:
-                blank.append(line)
-                if line.strip(b"\xef\xbb\xbf \t\r\n"):
-                    break
-            if not blank:
+            head = _head(file)
+            if _spans_lines(path, [line for line in head if line.strip(BLANK)]):
+                blocks = chain(head, iter(lambda: file.read(BLOCK), b""))
+                yield from _values(str(path), blocks)
                 return
-            if _spans_lines(path, blank[-1]):
-                text = chain(blank, iter(lambda: file.read(BLOCK), b""))
-                yield from _values(str(path), text)
-                return
-            for number, line in enumerate(chain(blank, file), start=1):
-                if line.strip():
+            for number, line in enumerate(_lines(head, file), start=1):
+                if line.strip(BLANK):
                     yield Row(f"{path}:{number}", _line(line))
     except (OSError, EOFError, zlib.error) as error:
         yield Row(f"{path}:{number + 1}", Fault(f"a file that breaks off: {error}"))
+
+
+def _head(file: IO[bytes]) -> list[bytes]:
+    """Lines up to the second that isn't blank; the last may be cut, so that a file of one line isn't held whole."""
+    head: list[bytes] = []
+    filled = 0
+    while filled < 2 and (line := file.readline(BLOCK)):
+        head.append(line)
+        filled += bool(line.strip(BLANK))
+    return head
+
+
+def _lines(head: list[bytes], file: IO[bytes]) -> Iterator[bytes]:
+    """Whole lines, from pieces of the first ones and the rest of the file."""
+    line = b""
+    for piece in chain(head, file):
+        line += piece
+        if line.endswith(b"\n"):
+            yield line
+            line = b""
+    if line:
+        yield line
 
 
 def _open(path: Path, gzipped: bool) -> IO[bytes]:
     return cast(IO[bytes], gzip.open(path, "rb")) if gzipped else open(path, "rb")
 
 
-def _spans_lines(path: Path, first: bytes) -> bool:
-    """Whether a file's first line is a piece of a longer value."""
-    if path.name.removesuffix(".gz").endswith(".json"):
-        return True
-    return first.strip(b"\xef\xbb\xbf \t\r\n") in (b"{", b"[") or first.lstrip(
-        b"\xef\xbb\xbf \t"
-    ).startswith(b"[{")
+def _spans_lines(path: Path, lines: list[bytes]) -> bool:
+    """Whether a file's first lines are pieces of longer values rather than rows."""
+    if not lines:
+        return False
+    first, named_json = lines[0].strip(BLANK), path.name.removesuffix(".gz").endswith(".json")
+    try:
+        value = parse(first.decode("utf-8"))
+    except ValueError:
+        return first in (b"{", b"[") or first.startswith((b"[{", b"[[") + (b"{", b"[") * named_json)
+    if isinstance(value, dict):
+        return named_json and any(isinstance(value.get(key), list) for key in WRAPPERS)
+    return isinstance(value, list) and len(lines) == 1
 
 
 def _line(line: bytes) -> Any:
@@ -341,7 +363,7 @@ def _batches(path: Path, batches: Callable[[Path], Iterator[Any]]) -> Iterator[R
     try:
         for batch in batches(path):
             for row in batch.to_pylist():
-                yield Row(f"{path}[{index}]", row)
+                yield Row(f"{path}[{index}]", _without_null(row))
                 index += 1
     except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0][:120]
@@ -394,7 +416,7 @@ def _saved(path: Path, split: str) -> Iterator[Row]:
         if split not in data:
             raise UserError("a split must exist", f"{path}: {split}", f"use one of {list(data)}")
         data = data[split]
-    yield from (Row(f"{path}[{index}]", row) for index, row in enumerate(data))
+    yield from (Row(f"{path}[{index}]", _without_null(row)) for index, row in enumerate(data))
 
 
 def _hub(dataset: str, split: str, name: str) -> Iterator[Row]:
@@ -410,4 +432,11 @@ def _hub(dataset: str, split: str, name: str) -> Iterator[Row]:
             f"{dataset} ({name or 'default'}, {split}): {message}",
             "check the name, its configuration and split, and the network",
         ) from error
-    yield from (Row(f"{dataset}[{index}]", row) for index, row in enumerate(data))
+    yield from (Row(f"{dataset}[{index}]", _without_null(row)) for index, row in enumerate(data))
+
+
+def _without_null(value: Any) -> Any:
+    """A table's row without the keys that it lacks: a column's structure is that of all its rows together."""
+    if isinstance(value, dict):
+        return {key: _without_null(part) for key, part in value.items() if part is not None}
+    return [_without_null(part) for part in value] if isinstance(value, list) else value

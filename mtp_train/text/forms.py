@@ -61,13 +61,13 @@ def read_form(row: Any, form: str = "auto") -> Chat | Ids:
         raise RowRefused("content that is not text (images, videos or audios)")
     if form != "auto":
         if not FORMS[form].matches(present):
-            raise RowRefused(f"not of form {form} ({FORMS[form].keys}); {_keys(row)}")
+            raise RowRefused(f"not of form {form} ({FORMS[form].keys})", _keys(row))
         return FORMS[form].read(present)
     for known in FORMS.values():
         if known.matches(present):
             return known.read(present)
     listed = "; ".join(f"{name}: {known.keys}" for name, known in FORMS.items())
-    raise RowRefused(f"unknown form; {_keys(row)}; forms known: {listed}")
+    raise RowRefused("unknown form", f"{_keys(row)}; forms known: {listed}")
 
 
 def _kind(value: Any) -> str:

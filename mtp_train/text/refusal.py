@@ -13,4 +13,14 @@ class Refusal:
 
 
 class RowRefused(ValueError):
-    """Raised inside the parsing of one row, caught by the source that reads it; its text is the reason."""
+    """Raised inside the parsing of one row, caught by the source that reads it.
+
+    Args:
+        reason: the same for all rows with the same fault: rows are counted by it.
+        detail: of this row.
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.detail = detail

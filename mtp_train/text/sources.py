@@ -71,7 +71,7 @@ class SourceConfig:
             raise UserError("a source's weight must be more than 0", self.weight, "correct it")
         if self.limit < 0:
             raise UserError("a source's limit must be 0 or more", self.limit, "use 0 for all rows")
-        self.policy  # noqa: B018  refuses a wrong one now rather than with the first row
+        LengthPolicy(self.length, self.max_tokens, self.context)
 
     @property
     def policy(self) -> LengthPolicy:
@@ -85,7 +85,7 @@ class Parsed:
     item: Conversation | TokenizedConversation
     rules: tuple[str, ...]
     place: str
-    source: SourceConfig
+    source: int  # index
 
 
 def conversations(
@@ -96,15 +96,14 @@ def conversations(
     Raises:
         UserError: a source is not there, or has no usable row.
     """
-    keys = _Keys()
-    found = 0
+    found = [0] * len(sources)
     for parsed in _parse(sources, accounting, seed, prompts=True):
         if isinstance(parsed.item, TokenizedConversation):
             accounting.refuse("token ids without messages", parsed.place)
         elif _account(accounting, parsed, parsed.rules, strict):
-            found += 1
-            yield replace(parsed.item, key=keys.unique(parsed.item.key))
-    _require_any(found, sources, accounting)
+            found[parsed.source] += 1
+            yield parsed.item
+    _require_any(found, sources, accounting, "row")
 
 
 def tokenized(
@@ -123,13 +122,13 @@ def tokenized(
         vocab_size: token ids from there on are refused (0: the tokenizer's size).
 
     Raises:
-        UserError: a source is not there, or none of the rows has a token to train.
+        UserError: a source is not there, or has no row with a token to train.
     """
     keys = _Keys()
-    found = 0
+    found = [0] * len(sources)
     size = vocab_size or len(template.tokenizer)
     for parsed in _parse(sources, accounting, seed):
-        outcome = _tokenize(parsed, template, size)
+        outcome = _tokenize(parsed, template, size, sources[parsed.source].policy)
         if isinstance(outcome, Refusal):
             accounting.refuse(outcome.reason, parsed.place)
             continue
@@ -139,9 +138,9 @@ def tokenized(
         for what, count in notes.items():
             accounting.note(what, count)
         for record in records:
-            found += 1
+            found[parsed.source] += 1
             yield replace(record, key=keys.unique(record.key))
-    _require_any(found, sources, accounting)
+    _require_any(found, sources, accounting, "row with tokens to train")
 
 
 def _account(accounting: Accounting, parsed: Parsed, rules: Sequence[str], strict: bool) -> bool:
@@ -156,11 +155,15 @@ def _account(accounting: Accounting, parsed: Parsed, rules: Sequence[str], stric
     return True
 
 
-def _require_any(found: int, sources: Sequence[SourceConfig], accounting: Accounting) -> None:
-    if not found:
+def _require_any(
+    found: Sequence[int], sources: Sequence[SourceConfig], accounting: Accounting, what: str
+) -> None:
+    """A data set that gives nothing is a mistake, whatever the others give."""
+    empty = [source.path for source, count in zip(sources, found, strict=True) if not count]
+    if empty or not sources:
         raise UserError(
-            "data must hold at least one usable row",
-            f"{[source.path for source in sources]}: {accounting.as_dict()}",
+            f"a data set must hold at least one usable {what}",
+            f"{', '.join(empty) or 'no source'}: {accounting.as_dict()}",
             "see the reasons for the refused rows",
         )
 
@@ -184,6 +187,7 @@ def _parse(
     sources: Sequence[SourceConfig], accounting: Accounting, seed: int, prompts: bool = False
 ) -> Iterator[Parsed]:
     """Rows in the order of the mix; those that can't be read, or that the mix leaves out, are counted here."""
+    keys = _Keys()
     openers = [partial(_rows, source) for source in sources]
     for index, row, kept in mix(openers, [source.weight for source in sources], seed):
         if not kept:
@@ -192,9 +196,11 @@ def _parse(
         try:
             item, rules = _read(row, sources[index], prompts)
         except RowRefused as error:
-            accounting.refuse(str(error), row.place)
+            place = f"{row.place} ({error.detail})" if error.detail else row.place
+            accounting.refuse(error.reason, place)
             continue
-        yield Parsed(item, rules, row.place, sources[index])
+        item = replace(item, key=keys.unique(item.key))
+        yield Parsed(item, rules, row.place, index)
 
 
 def _rows(source: SourceConfig) -> Iterator[Row]:
@@ -215,7 +221,7 @@ def _read(
     category = category if isinstance(category, str) and category else source.category
     if isinstance(parts, Ids):
         return TokenizedConversation(key, parts.tokens, parts.loss_mask, category), ()
-    found = read_turns(parts)
+    found = read_turns(parts, prompts)
     tools = read_tools(parts.tools)
     conversation = Conversation(
         key, tuple(found.messages), category, tools, frozenset(found.untrained)
@@ -231,7 +237,7 @@ def _key(row: Row) -> str:
 
 
 def _tokenize(
-    parsed: Parsed, template: ChatTemplate, vocab_size: int
+    parsed: Parsed, template: ChatTemplate, vocab_size: int, policy: LengthPolicy
 ) -> tuple[list[TokenizedConversation], list[str], dict[str, int]] | Refusal:
     """The records of a row, the repairs that they took, and what else is to be counted."""
     rules: list[str] = []
@@ -246,7 +252,7 @@ def _tokenize(
         if isinstance(outcome, Refusal):
             return outcome
         records = outcome
-    return _fit_length(records, parsed.source.policy, rules)
+    return _fit_length(records, policy, rules)
 
 
 def _ids_fault(record: TokenizedConversation, vocab_size: int) -> str:
@@ -273,7 +279,8 @@ def _fit_length(
             _count(notes, "windows", len(outcome))
             _count(notes, "windows without a trained token, left out", windows - len(outcome))
         elif len(record.tokens) > policy.max_tokens:
-            rules = [*rules, f"cut to {policy.max_tokens} tokens"]
+            cut = f"cut to {policy.max_tokens} tokens"
+            rules = rules if cut in rules else [*rules, cut]
     if not kept:
         return refusals[0]
     return kept, [*rules, TOO_LONG_IN_PART] if refusals else rules, notes
@@ -319,5 +326,5 @@ def read_answers(path: str | Path, accounting: Accounting) -> list[Answer]:
             Answer(row["id"], row["category"], tuple(row["messages"]), *ids, row["finish"])
         )
         accounting.used += 1
-    _require_any(len(found), [SourceConfig(str(path))], accounting)
+    _require_any([len(found)], [SourceConfig(str(path))], accounting, "answer")
     return found

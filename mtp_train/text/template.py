@@ -10,7 +10,7 @@ Knows no model and no file format.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -43,6 +43,15 @@ class _Turn:
     veiled: bool  # whether control tokens that are text are veiled in it
 
 
+@dataclass(frozen=True)
+class _Encoded:
+    """A text, its token ids, and the characters that each token came from."""
+
+    text: str
+    ids: list[int]
+    spans: list[tuple[int, int]]
+
+
 class ChatTemplate:
     """Renders conversations for one tokenizer.
 
@@ -69,12 +78,17 @@ class ChatTemplate:
             )
         self.tokenizer = tokenizer
         self.options = options or {}
-        self.veil = Veil(tokenizer)
         added = tokenizer.added_tokens_decoder.items()
         # What follows an added token is encoded as if nothing stood before it: the only safe places to cut a text.
-        # Those that are matched in normalised text, or as single words, depend on their neighbours.
-        self._cuts = {i for i, token in added if not token.normalized and not token.single_word}
-        self._ends = tuple(token.content for i, token in added if i in self._cuts)
+        # Those that are matched in normalised text, as single words or within others depend on their neighbours.
+        self._cuts = {
+            index
+            for index, token in added
+            if not (token.normalized or token.single_word)
+            and not any(token.content in other.content for i, other in added if i != index)
+        }
+        self._ends = tuple(token.content for index, token in added if index in self._cuts)
+        self.veil = Veil(tokenizer, self._frame())
         self._tail = lru_cache(maxsize=256)(self._ids)
 
     def prompt(
@@ -125,6 +139,14 @@ class ChatTemplate:
         if isinstance(turns, Refusal):
             return turns
         return _records(conversation, self._join_by_ids(turns))
+
+    def _frame(self) -> str:
+        """What the template writes around the turns of a plain chat."""
+        turns = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
+        try:
+            return self._render([turns], (), generate=False)[0]
+        except UserError:
+            return ""
 
     # --- text -------------------------------------------------------------------------------------------------
 
@@ -227,48 +249,67 @@ class ChatTemplate:
             else:
                 groups.append([turn])
         found = []
+        before: _Encoded | None = None
         for group in groups:
-            record = self._one_encoding(group)
-            if record is None:
+            before = self._encode_after(before, group[-1].whole, group[-1].veiled)
+            mask = self._mask(group, before)
+            if mask is None:
                 return None
-            found.append(record)
+            found.append((before.ids, mask))
         return found
 
-    def _one_encoding(self, group: Sequence[_Turn]) -> tuple[list[int], list[int]] | None:
-        """Encode the longest text of a record and find each reply in it, by the characters its tokens came from."""
-        text = group[-1].whole
-        ids, spans = self._encode(text, group[-1].veiled)
+    def _encode_after(self, before: _Encoded | None, text: str, veiled: bool) -> _Encoded:
+        """Encode a text; what it shares with the one before, up to a safe cut, is not encoded again."""
+        cut = -1
+        if before is not None:
+            shared = _common_length(before.text, text)
+            cut = bisect_right(before.spans, shared, key=lambda span: span[1]) - 1
+            while cut >= 0 and before.ids[cut] not in self._cuts:
+                cut -= 1
+        if before is None or cut <= 0:
+            return _Encoded(text, *self._encode(text, veiled))
+        at = before.spans[cut][0]
+        ids, spans = self._encode(text[at:], veiled)
+        moved = [(start + at, end + at) for start, end in spans]
+        return _Encoded(text, before.ids[:cut] + ids, before.spans[:cut] + moved)
+
+    def _mask(self, group: Sequence[_Turn], encoded: _Encoded) -> list[int] | None:
+        """Find each reply of a record by the characters that its tokens came from."""
+        ids, spans = encoded.ids, encoded.spans
         starts = [start for start, _ in spans]
         mask = [0] * len(ids)
         for turn in group:
-            first = self._boundary(text, ids, spans, starts, len(turn.prompt))
+            first = self._boundary(encoded, starts, len(turn.prompt))
             end = bisect_left(starts, len(turn.whole))
-            if (
-                first is None
-                or ids[end - 1] not in self._cuts
-                or spans[end - 1][1] < len(turn.whole)
-            ):
+            ends = ids[end - 1] in self._cuts and spans[end - 1][1] >= len(turn.whole)
+            if first is None or not ends:
                 return None
             mask[first:end] = [1] * (end - first)
-        return ids, mask
+        return mask
 
-    def _boundary(
-        self,
-        text: str,
-        ids: Sequence[int],
-        spans: Sequence[tuple[int, int]],
-        starts: Sequence[int],
-        at: int,
-    ) -> int | None:
+    def _boundary(self, encoded: _Encoded, starts: Sequence[int], at: int) -> int | None:
         """The first token after the prompt text[:at], if the tokens before it are those of the prompt alone."""
+        ids, spans = encoded.ids, encoded.spans
         first = bisect_left(starts, at)
         cut = first - 1
         while cut >= 0 and ids[cut] not in self._cuts:
             cut -= 1
         if cut < 0 or spans[first - 1][1] > at:
             return None
-        alone = self._tail(text[spans[cut][0] : at], False)
+        alone = self._tail(encoded.text[spans[cut][0] : at], False)
         return first if alone == tuple(ids[cut:first]) else None
+
+
+def _common_length(one: str, other: str) -> int:
+    """Length of the beginning that two texts share."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _records(

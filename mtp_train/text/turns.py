@@ -54,8 +54,11 @@ class Messages:
             self.rules.append(rule)
 
 
-def read_turns(chat: Chat) -> Messages:
+def read_turns(chat: Chat, prompts: bool = False) -> Messages:
     """The messages of a chat, the turns that carry no weight, and the repairs it took.
+
+    Args:
+        prompts: the chat is to be answered: a last reply without text is no fault.
 
     Raises:
         RowRefused: a turn can't be read, or no user turn is left.
@@ -68,6 +71,8 @@ def read_turns(chat: Chat) -> Messages:
     names = _roles(turns, found)
     for turn, role in zip(turns, names, strict=True):
         _add(found, turn, role)
+    if prompts and _is_empty_reply(found.messages[-1]):
+        found.messages.pop()
     _leave_out_empty_replies(found)
     _open_with_user(found)
     return found
@@ -83,20 +88,11 @@ def read_tools(tools: Any) -> tuple[dict[str, Any], ...]:
         return ()
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RowRefused("tools must be a list of function schemas")
-    return tuple(
-        tool if "function" in tool else _wrapped(tool) for tool in map(_without_null, tools)
-    )
+    return tuple(tool if "function" in tool else _wrapped(tool) for tool in tools)
 
 
 def _wrapped(function: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
-
-
-def _without_null(value: Any) -> Any:
-    """Tables fill keys that a row lacks with null."""
-    if isinstance(value, dict):
-        return {key: _without_null(part) for key, part in value.items() if part is not None}
-    return [_without_null(part) for part in value] if isinstance(value, list) else value
 
 
 # --- one turn -------------------------------------------------------------------------------------------------
@@ -291,12 +287,7 @@ def _leave_out_empty_replies(found: Messages) -> None:
     untrained: set[int] = set()
     dropped = False
     for index, message in enumerate(found.messages):
-        said = (
-            message["content"].strip()
-            or message.get("tool_calls")
-            or message.get("reasoning_content")
-        )
-        if message["role"] == "assistant" and not said:
+        if _is_empty_reply(message):
             dropped = True
             while kept and kept[-1]["role"] in ("user", "tool"):
                 kept.pop()
@@ -310,6 +301,13 @@ def _leave_out_empty_replies(found: Messages) -> None:
         raise RowRefused("no reply with text")
     found.repair(EMPTY_REPLY)
     found.messages, found.untrained = kept, untrained
+
+
+def _is_empty_reply(message: Mapping[str, Any]) -> bool:
+    said = (
+        message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content")
+    )
+    return message["role"] == "assistant" and not said
 
 
 def _open_with_user(found: Messages) -> None:
