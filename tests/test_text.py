@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,9 +10,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from mtp_train.core.errors import UserError
-from mtp_train.core.records import Accounting, Conversation, TokenizedConversation
+from mtp_train.core.records import Conversation, TokenizedConversation
 from mtp_train.models.target import load_tokenizer
-from mtp_train.text.sources import read_answers, read_conversations
 from mtp_train.text.template import ChatTemplate, Refusal
 
 END = "<|im_end|>"
@@ -283,115 +281,3 @@ def test_a_tokenizer_without_a_template_is_refused(tokenizer: PreTrainedTokenize
     other.chat_template = None
     with pytest.raises(UserError, match="must have a chat template"):
         ChatTemplate(other)
-
-
-# --- sources --------------------------------------------------------------------------------------------------
-
-GOOD = {"id": "a", "messages": [{"role": "user", "content": "Hi"}], "category": "greeting"}
-BAD_ROWS = {
-    "{": "not valid JSON in UTF-8",
-    "[1, 2]": "not a JSON object",
-    '{"text": "hello"}': "no `messages`",
-    '{"messages": []}': "no `messages`",
-    '{"messages": "Hi"}': "no `messages`",
-    '{"messages": ["Hi"]}': "a message without a role",
-    '{"messages": [{"role": "robot", "content": "Hi"}]}': "a message without a role",
-    '{"messages": [{"role": "user"}]}': "a message without text",
-    '{"messages": [{"role": "user", "content": "  "}]}': "a message without text",
-    '{"messages": [{"role": "user", "content": null}]}': "a message without text",
-    '{"messages": [{"role": "user", "content": ["Hi"]}]}': "a message without text",
-}
-
-
-@pytest.mark.parametrize(("line", "reason"), BAD_ROWS.items(), ids=range(len(BAD_ROWS)))
-def test_a_bad_row_is_refused_with_its_line(tmp_path: Path, line: str, reason: str) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(GOOD) + "\n\n" + line + "\n", encoding="utf-8")
-    accounting = Accounting()
-    found = read_conversations(path, accounting)
-    assert [conversation.key for conversation in found] == ["a"]
-    (named,) = accounting.refused
-    assert named.startswith(reason)
-    assert accounting.examples == {named: f"{path}:3"}
-
-
-def test_a_row_that_is_no_utf_8_is_refused_with_its_line(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'{"messages": "\xff"}\n' + json.dumps(GOOD).encode())
-    accounting = Accounting()
-    assert len(read_conversations(path, accounting)) == 1
-    assert accounting.examples == {"not valid JSON in UTF-8": f"{path}:1"}
-
-
-def test_every_row_is_used_repaired_or_refused(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    lines = [json.dumps(GOOD), *BAD_ROWS, json.dumps(GOOD | {"id": "b"}), *BAD_ROWS]
-    path.write_text("\n".join(lines), encoding="utf-8")
-    accounting = Accounting()
-    found = read_conversations(path, accounting)
-    assert accounting.used == len(found) == 2
-    assert sum(accounting.refused.values()) == 2 * len(BAD_ROWS)
-    assert accounting.total == len(lines)
-    assert accounting.used + sum(accounting.repaired.values()) + sum(
-        accounting.refused.values()
-    ) == len(lines)
-    assert accounting.as_dict()["input"] == len(lines)
-
-
-def test_a_repaired_row_is_counted_once() -> None:
-    accounting = Accounting(used=3)
-    accounting.repair("cut to max_tokens")
-    accounting.repair("cut to max_tokens")
-    accounting.refuse("empty", "f:1")
-    accounting.refuse("empty", "f:2")
-    assert accounting.total == 7
-    assert accounting.repaired == {"cut to max_tokens": 2}
-    assert accounting.examples == {"empty": "f:1"}
-
-
-def test_rows_keep_their_ids_categories_and_turns(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    extra = {"messages": [{"role": "user", "content": "Ünï", "name": "left out"}]}
-    path.write_text(
-        json.dumps(GOOD) + "\n" + json.dumps(extra, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
-    assert read_conversations(path, Accounting()) == [
-        Conversation("a", ({"role": "user", "content": "Hi"},), "greeting"),
-        Conversation("2", ({"role": "user", "content": "Ünï"},), "all"),
-    ]
-
-
-def test_a_file_without_a_usable_row_and_a_missing_file_are_errors(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    with pytest.raises(UserError, match="a data file must exist"):
-        read_conversations(path, Accounting())
-    path.write_text("{}\n")
-    with pytest.raises(UserError, match=r"at least one usable row.*'refused'"):
-        read_conversations(path, Accounting())
-
-
-def test_answers_are_read_as_they_were_said(tmp_path: Path) -> None:
-    path = tmp_path / "answers.jsonl"
-    row = {
-        "id": "a",
-        "category": "c",
-        "messages": GOOD["messages"],
-        "prompt_ids": [1, 2],
-        "output_ids": [3],
-        "finish": "stop",
-    }
-    lines = [row, row | {"id": "b", "output_ids": []}, {"id": "c", "messages": GOOD["messages"]}]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    accounting = Accounting()
-    (answer,) = read_answers(path, accounting)
-    assert (answer.key, answer.prompt_ids, answer.output_ids, answer.finish) == (
-        "a",
-        (1, 2),
-        (3,),
-        "stop",
-    )
-    assert accounting.examples == {
-        "empty answer": f"{path}:2",
-        "not a regenerated answer": f"{path}:3",
-    }
-    assert accounting.total == 3

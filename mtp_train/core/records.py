@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A chat as a source holds it."""
+    """A chat in the OpenAI form, whatever form its source has.
 
-    key: str  # unique within its source
-    messages: tuple[dict[str, str], ...]  # {"role": ..., "content": ...}
+    A message is {"role": system | user | assistant | tool, "content": str} ("" beside tool calls that come without
+    text), and where the source has them `tool_calls` ([{"type": "function", "function": {"name": str, "arguments":
+    dict}, "id"?}]), `reasoning_content`, `tool_call_id` and `name`.
+    """
+
+    key: str  # unique within its set
+    messages: tuple[dict[str, Any], ...]
     category: str = "all"
+    tools: tuple[dict[str, Any], ...] = ()  # function schemas that the template is given
+    untrained: frozenset[int] = frozenset()  # indices of assistant turns that are context only
 
     @property
     def messages_text(self) -> tuple[tuple[str, str], ...]:
@@ -36,20 +44,27 @@ class TokenizedConversation:
 class Accounting:
     """What became of every input row: used + repaired + refused = input.
 
-    A repaired row is used too, after a named repair; it is counted once, as repaired.
+    A repaired row is used too, after a named repair; it is counted once, as repaired, however many repairs it took
+    and records it gave.
     """
 
     used: int = 0
     repaired: dict[str, int] = field(default_factory=dict)  # rule -> rows
     refused: dict[str, int] = field(default_factory=dict)  # reason -> rows
-    examples: dict[str, str] = field(default_factory=dict)  # reason -> first row that shows it
+    examples: dict[str, str] = field(default_factory=dict)  # rule or reason -> first row it met
+    notes: dict[str, int] = field(default_factory=dict)  # other counts; no rows, no part of the sum
 
-    def repair(self, rule: str) -> None:
+    def repair(self, rule: str, example: str = "") -> None:
         self.repaired[rule] = self.repaired.get(rule, 0) + 1
+        if example:
+            self.examples.setdefault(rule, example)
 
     def refuse(self, reason: str, example: str) -> None:
         self.refused[reason] = self.refused.get(reason, 0) + 1
         self.examples.setdefault(reason, example)
+
+    def note(self, what: str, count: int = 1) -> None:
+        self.notes[what] = self.notes.get(what, 0) + count
 
     @property
     def total(self) -> int:
@@ -63,4 +78,5 @@ class Accounting:
             "repaired": dict(self.repaired),
             "refused": dict(self.refused),
             "examples": dict(self.examples),
+            "notes": dict(self.notes),
         }

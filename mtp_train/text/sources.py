@@ -1,23 +1,297 @@
-"""Rows of prompts and chats from files, each one accounted for. Knows no tokenizer.
+"""Rows of any form from any source, mixed, each one accounted for.
 
-Forms, told apart by their keys:
-    {"messages": [{"role", "content"}, ...]}     a chat, or a prompt to answer
-    {"prompt_ids": [...], "output_ids": [...]}   a target's answer, token by token (what `regenerate` writes)
+`conversations` gives chats and prompts, for the target to answer; `tokenized` gives sequences with their loss masks,
+for the target to read. Both stream: what is held is the row at hand and the keys seen.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from mtp_train.core.errors import UserError
-from mtp_train.core.records import Accounting, Conversation
+from mtp_train.core.records import Accounting, Conversation, TokenizedConversation
+from mtp_train.text.files import Fault, Row, read_rows, read_source
+from mtp_train.text.forms import FORMS, Ids, read_form
+from mtp_train.text.lengths import LengthPolicy, apply_length, count_windows
+from mtp_train.text.mix import mix
+from mtp_train.text.refusal import Refusal, RowRefused
+from mtp_train.text.template import ChatTemplate
+from mtp_train.text.turns import read_tools, read_turns
+
+__all__ = [
+    "Answer",
+    "SourceConfig",
+    "conversations",
+    "read_answers",
+    "read_conversations",
+    "read_rows",
+    "tokenized",
+]
 
 ANSWER_KEYS = {"id", "category", "messages", "prompt_ids", "output_ids", "finish"}
-ROLES = ("system", "user", "assistant", "tool")
+KEYS = ("id", "key", "conversation_id", "question_id")
+LEFT_OUT = "left out by mixing weights"
+TOO_LONG_IN_PART = "replies beyond the longest length left out"
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """One data set.
+
+    Attributes:
+        path: a file, a glob, a folder, a data set saved to disk, or `hub:NAME`.
+        form: `auto` (told by each row's keys) or a name of `forms.FORMS`.
+        weight: share of the mix, in rows; the shares of all sources are scaled to 1. None for every source: all rows.
+        limit: use only the first rows (0: all).
+        category: of rows that name none.
+        split, name: of a hub's data set.
+        length, max_tokens, context: see `lengths.LengthPolicy`.
+    """
+
+    path: str
+    form: str = "auto"
+    weight: float | None = None
+    limit: int = 0
+    category: str = "all"
+    split: str = "train"
+    name: str = ""
+    length: str = "refuse"
+    max_tokens: int = 4096
+    context: int = 512
+
+    def __post_init__(self) -> None:
+        if self.form != "auto" and self.form not in FORMS:
+            raise UserError("a form must be known", self.form, f"use auto or one of {list(FORMS)}")
+        if self.weight is not None and not 0 < self.weight < float("inf"):
+            raise UserError("a source's weight must be more than 0", self.weight, "correct it")
+        if self.limit < 0:
+            raise UserError("a source's limit must be 0 or more", self.limit, "use 0 for all rows")
+        LengthPolicy(self.length, self.max_tokens, self.context)
+
+    @property
+    def policy(self) -> LengthPolicy:
+        return LengthPolicy(self.length, self.max_tokens, self.context)
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A row that was read: a chat or token ids, and the repairs it took."""
+
+    item: Conversation | TokenizedConversation
+    rules: tuple[str, ...]
+    place: str
+    source: int  # index
+
+
+def conversations(
+    sources: Sequence[SourceConfig], accounting: Accounting, *, strict: bool = False, seed: int = 0
+) -> Iterator[Conversation]:
+    """The chats and prompts of `sources`, with unique keys. Rows of token ids are refused: they hold no messages.
+
+    Raises:
+        UserError: a source is not there, or has no usable row.
+    """
+    found = [0] * len(sources)
+    for parsed in _parse(sources, accounting, seed, prompts=True):
+        if isinstance(parsed.item, TokenizedConversation):
+            accounting.refuse("token ids without messages", parsed.place)
+        elif _account(accounting, parsed, parsed.rules, strict):
+            found[parsed.source] += 1
+            yield parsed.item
+    _require_any(found, sources, accounting, "row")
+
+
+def tokenized(
+    sources: Sequence[SourceConfig],
+    template: ChatTemplate,
+    accounting: Accounting,
+    *,
+    strict: bool = False,
+    vocab_size: int = 0,
+    seed: int = 0,
+) -> Iterator[TokenizedConversation]:
+    """The sequences of `sources` as the target sees them, with unique keys; a row may give several.
+
+    Args:
+        strict: refuse what would be repaired.
+        vocab_size: token ids from there on are refused (0: the tokenizer's size).
+
+    Raises:
+        UserError: a source is not there, or has no row with a token to train.
+    """
+    keys = _Keys()
+    found = [0] * len(sources)
+    size = vocab_size or len(template.tokenizer)
+    for parsed in _parse(sources, accounting, seed):
+        outcome = _tokenize(parsed, template, size, sources[parsed.source].policy)
+        if isinstance(outcome, Refusal):
+            accounting.refuse(outcome.reason, parsed.place)
+            continue
+        records, rules, notes = outcome
+        if not _account(accounting, parsed, (*parsed.rules, *rules), strict):
+            continue
+        for what, count in notes.items():
+            accounting.note(what, count)
+        for record in records:
+            found[parsed.source] += 1
+            yield replace(record, key=keys.unique(record.key))
+    _require_any(found, sources, accounting, "row with tokens to train")
+
+
+def _account(accounting: Accounting, parsed: Parsed, rules: Sequence[str], strict: bool) -> bool:
+    """Count a readable row; False where strictness refuses it."""
+    if not rules:
+        accounting.used += 1
+        return True
+    if strict:
+        accounting.refuse("needs a repair: " + "; ".join(rules), parsed.place)
+        return False
+    accounting.repair("; ".join(rules), parsed.place)
+    return True
+
+
+def _require_any(
+    found: Sequence[int], sources: Sequence[SourceConfig], accounting: Accounting, what: str
+) -> None:
+    """A data set that gives nothing is a mistake, whatever the others give."""
+    empty = [source.path for source, count in zip(sources, found, strict=True) if not count]
+    if empty or not sources:
+        raise UserError(
+            f"a data set must hold at least one usable {what}",
+            f"{', '.join(empty) or 'no source'}: {accounting.as_dict()}",
+            "see the reasons for the refused rows",
+        )
+
+
+class _Keys:
+    """Makes keys unique: a key that was seen gets ~2, ~3, ..., in the order of the rows."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, int] = {}
+
+    def unique(self, key: str) -> str:
+        count = self.seen.get(key, 0) + 1
+        self.seen[key] = count
+        return key if count == 1 else self.unique(f"{key}~{count}")
+
+
+# --- one row --------------------------------------------------------------------------------------------------
+
+
+def _parse(
+    sources: Sequence[SourceConfig], accounting: Accounting, seed: int, prompts: bool = False
+) -> Iterator[Parsed]:
+    """Rows in the order of the mix; those that can't be read, or that the mix leaves out, are counted here."""
+    keys = _Keys()
+    openers = [partial(_rows, source) for source in sources]
+    for index, row, kept in mix(openers, [source.weight for source in sources], seed):
+        if not kept:
+            accounting.refuse(LEFT_OUT, row.place)
+            continue
+        try:
+            item, rules = _read(row, sources[index], prompts)
+        except RowRefused as error:
+            place = f"{row.place} ({error.detail})" if error.detail else row.place
+            accounting.refuse(error.reason, place)
+            continue
+        item = replace(item, key=keys.unique(item.key))
+        yield Parsed(item, rules, row.place, index)
+
+
+def _rows(source: SourceConfig) -> Iterator[Row]:
+    rows = read_source(source.path, source.split, source.name)
+    return islice(rows, source.limit or None)
+
+
+def _read(
+    row: Row, source: SourceConfig, prompts: bool
+) -> tuple[Conversation | TokenizedConversation, tuple[str, ...]]:
+    if isinstance(row.value, Fault):
+        raise RowRefused(row.value.reason)
+    parts = read_form(row.value, source.form)
+    if isinstance(parts, Ids) and prompts and row.value.get("messages"):
+        parts = read_form(row.value, "messages")  # an answer's prompt
+    key = _key(row)
+    category = row.value.get("category")
+    category = category if isinstance(category, str) and category else source.category
+    if isinstance(parts, Ids):
+        return TokenizedConversation(key, parts.tokens, parts.loss_mask, category), ()
+    found = read_turns(parts, prompts)
+    tools = read_tools(parts.tools)
+    conversation = Conversation(
+        key, tuple(found.messages), category, tools, frozenset(found.untrained)
+    )
+    return conversation, tuple(found.rules)
+
+
+def _key(row: Row) -> str:
+    for key in KEYS:
+        if isinstance(row.value.get(key), str | int) and str(row.value[key]):
+            return str(row.value[key])
+    return Path(row.place).name
+
+
+def _tokenize(
+    parsed: Parsed, template: ChatTemplate, vocab_size: int, policy: LengthPolicy
+) -> tuple[list[TokenizedConversation], list[str], dict[str, int]] | Refusal:
+    """The records of a row, the repairs that they took, and what else is to be counted."""
+    rules: list[str] = []
+    if isinstance(parsed.item, TokenizedConversation):
+        fault = _ids_fault(parsed.item, vocab_size)
+        if fault:
+            return Refusal(fault)
+        records = [parsed.item]
+    else:
+        conversation, rules = template.fit(parsed.item)
+        outcome = template.tokenize(conversation)
+        if isinstance(outcome, Refusal):
+            return outcome
+        records = outcome
+    return _fit_length(records, policy, rules)
+
+
+def _ids_fault(record: TokenizedConversation, vocab_size: int) -> str:
+    if any(token >= vocab_size for token in record.tokens):
+        return f"a token id beyond the vocabulary of {vocab_size}: data of another tokenizer"
+    return "" if any(record.loss_mask) else "no trained token"
+
+
+def _fit_length(
+    records: list[TokenizedConversation], policy: LengthPolicy, rules: list[str]
+) -> tuple[list[TokenizedConversation], list[str], dict[str, int]] | Refusal:
+    kept: list[TokenizedConversation] = []
+    refusals: list[Refusal] = []
+    notes: dict[str, int] = {}
+    for record in records:
+        outcome = apply_length(record, policy)
+        if isinstance(outcome, Refusal):
+            refusals.append(outcome)
+            continue
+        kept += outcome
+        if len(record.tokens) > policy.max_tokens and policy.rule == "split":
+            windows = count_windows(len(record.tokens), policy)
+            _count(notes, "rows split into windows", len(kept) == len(outcome))
+            _count(notes, "windows", len(outcome))
+            _count(notes, "windows without a trained token, left out", windows - len(outcome))
+        elif len(record.tokens) > policy.max_tokens:
+            cut = f"cut to {policy.max_tokens} tokens"
+            rules = rules if cut in rules else [*rules, cut]
+    if not kept:
+        return refusals[0]
+    return kept, [*rules, TOO_LONG_IN_PART] if refusals else rules, notes
+
+
+def _count(notes: dict[str, int], what: str, count: int) -> None:
+    if count:
+        notes[what] = notes.get(what, 0) + int(count)
+
+
+# --- whole files ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -26,46 +300,15 @@ class Answer:
 
     key: str
     category: str
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[dict[str, Any], ...]
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...]
     finish: str
 
 
-def read_rows(path: str | Path) -> Iterator[tuple[int, Any]]:
-    """(line number, value) of each line of a JSON-lines file; a damaged line yields its `ValueError`."""
-    source = Path(path)
-    if not source.is_file():
-        raise UserError("a data file must exist", source, "check data paths")
-    with open(source, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield number, json.loads(line.decode("utf-8-sig"))
-            except (
-                ValueError,
-                RecursionError,
-            ) as error:  # also numbers and nesting beyond Python's limits
-                yield number, ValueError(str(error))
-
-
 def read_conversations(path: str | Path, accounting: Accounting) -> list[Conversation]:
-    """The chats of a JSON-lines file. Rows that can't be used are counted in `accounting` with reason and line."""
-    found: list[Conversation] = []
-    for number, row in read_rows(path):
-        reason = _fault(row)
-        if reason:
-            accounting.refuse(reason, f"{path}:{number}")
-            continue
-        messages = tuple(
-            {"role": message["role"], "content": message["content"]} for message in row["messages"]
-        )
-        key = number if row.get("id") is None else row["id"]
-        found.append(Conversation(str(key), messages, str(row.get("category", "all"))))
-        accounting.used += 1
-    _require_any(found, path, accounting)
-    return found
+    """All chats and prompts of one source."""
+    return list(conversations([SourceConfig(str(path))], accounting))
 
 
 def read_answers(path: str | Path, accounting: Accounting) -> list[Answer]:
@@ -83,37 +326,5 @@ def read_answers(path: str | Path, accounting: Accounting) -> list[Answer]:
             Answer(row["id"], row["category"], tuple(row["messages"]), *ids, row["finish"])
         )
         accounting.used += 1
-    _require_any(found, path, accounting)
+    _require_any([len(found)], [SourceConfig(str(path))], accounting, "answer")
     return found
-
-
-def _fault(row: Any) -> str:
-    """Why a row is not a chat; empty if it is one."""
-    if isinstance(row, Exception):
-        return "not valid JSON in UTF-8"
-    if not isinstance(row, dict):
-        return "not a JSON object"
-    if row.get("tools"):
-        return "tools are not rendered"
-    messages = row.get("messages")
-    if not isinstance(messages, list) or not messages:
-        return "no `messages`; known forms: messages, prompt_ids + output_ids"
-    for message in messages:
-        if not isinstance(message, dict) or message.get("role") not in ROLES:
-            return "a message without a role of " + ", ".join(ROLES)
-        if not isinstance(message.get("content"), str) or not message["content"].strip():
-            return "a message without text"
-        if message.get("tool_calls") or message.get("reasoning_content"):
-            return "tool calls and reasoning are not rendered"
-        if any(0xD800 <= ord(letter) <= 0xDFFF for letter in message["content"]):
-            return "a message with half a surrogate pair"
-    return ""
-
-
-def _require_any(found: list[Any], path: str | Path, accounting: Accounting) -> None:
-    if not found:
-        raise UserError(
-            "a data file must hold at least one usable row",
-            f"{path}: {accounting.as_dict()}",
-            "see the reasons for the refused rows",
-        )

@@ -1,0 +1,167 @@
+"""Control tokens that stand in a message as text stay text: only the template opens and ends turns.
+
+Before the template renders, their characters are veiled: moved one by one into a plane of Unicode that is kept for
+private use. The template's own control tokens are then the only ones in what it renders, the length of the text and
+all positions stay, and what was veiled is encoded as the letters that it is.
+
+Knows a tokenizer's tokens; no template.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from mtp_train.core.errors import UserError
+
+PLANE = 0x100000  # plane 16, private use
+
+
+class Veil:
+    """Veils and lifts the control tokens of one tokenizer.
+
+    Control tokens are the special ones, and what else of the added tokens the chat template writes. A reply is the
+    target's own text, which may hold `<think>` or `<tool_call>`: there only the special ones and those that frame
+    the turns are.
+
+    Args:
+        frame: what the template writes around plain turns.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, frame: str) -> None:
+        self.tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder.values()
+        special = [token.content for token in added if token.special]
+        template = str(tokenizer.chat_template)
+        self._in_replies = _longest_first(
+            [*special, *(token.content for token in added if token.content in frame)]
+        )
+        self._elsewhere = _longest_first(
+            [*self._in_replies, *(token.content for token in added if token.content in template)]
+        )
+        self._plain: Tokenizer | None = None
+        self._added = set(tokenizer.added_tokens_decoder)
+
+    def holds(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> bool:
+        """Whether control tokens stand in the text of messages or tools."""
+        replies: list[Any] = []
+        others: list[Any] = [list(tools)]
+        for message in messages:
+            (replies if message["role"] == "assistant" else others).append(list(message.values()))
+        return any(token in text for text in _texts(replies) for token in self._in_replies) or any(
+            token in text for text in _texts(others) for token in self._elsewhere
+        )
+
+    def cover(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], bool]:
+        """Messages and tools with their control tokens veiled, and whether there were any.
+
+        Raises:
+            UserError: the text has characters of the private plane of its own.
+        """
+        covered = [self._cover_message(message) for message in messages]
+        covered_tools = [self._cover_value(tool, self._elsewhere) for tool in tools]
+        veiled = covered != list(messages) or covered_tools != list(tools)
+        if veiled and any(map(_private, _texts([list(messages), list(tools)]))):
+            raise UserError(
+                "control tokens in text can't be told from private-use characters beside them",
+                "text with both",
+                "remove either",
+            )
+        return covered, covered_tools, veiled
+
+    def encode_lifted(
+        self, text: str, ids: Sequence[int], spans: Sequence[tuple[int, int]]
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Encode anew, as letters, what stands between control tokens and is veiled in part.
+
+        Args:
+            text: with veiled parts.
+            ids, spans: its encoding as it is, and the characters of each token.
+        """
+        found_ids: list[int] = []
+        found_spans: list[tuple[int, int]] = []
+        edges = [-1, *(i for i, token in enumerate(ids) if token in self._added), len(ids)]
+        for left, right in pairwise(edges):
+            if left >= 0:
+                found_ids.append(ids[left])
+                found_spans.append(spans[left])
+            start = spans[left][1] if left >= 0 else 0
+            end = spans[right][0] if right < len(ids) else len(text)
+            if _private(text[start:end]):
+                plain = self._letters().encode(lift(text[start:end]), add_special_tokens=False)
+                found_ids += plain.ids
+                found_spans += [(a + start, b + start) for a, b in plain.offsets]
+            else:
+                found_ids += ids[left + 1 : right]
+                found_spans += spans[left + 1 : right]
+        return found_ids, found_spans
+
+    def _letters(self) -> Tokenizer:
+        """The tokenizer without its added tokens."""
+        if self._plain is None:
+            whole = json.loads(self.tokenizer.backend_tokenizer.to_str())
+            whole |= {
+                "added_tokens": [],
+                "post_processor": None,
+                "truncation": None,
+                "padding": None,
+            }
+            self._plain = Tokenizer.from_str(json.dumps(whole))
+        return self._plain
+
+    def _cover_message(self, message: dict[str, Any]) -> dict[str, Any]:
+        tokens = self._in_replies if message["role"] == "assistant" else self._elsewhere
+        covered = self._cover_value({k: v for k, v in message.items() if k != "role"}, tokens)
+        return {"role": message["role"], **covered}
+
+    def _cover_value(self, value: Any, tokens: Sequence[str]) -> Any:
+        if isinstance(value, str):
+            return _cover(value, tokens)
+        if isinstance(value, dict):
+            return {
+                _cover(str(key), tokens): self._cover_value(part, tokens)
+                for key, part in value.items()
+            }
+        return (
+            [self._cover_value(part, tokens) for part in value]
+            if isinstance(value, list)
+            else value
+        )
+
+
+def _longest_first(tokens: Sequence[str]) -> list[str]:
+    return sorted({token for token in tokens if token.strip()}, key=lambda t: (-len(t), t))
+
+
+def _cover(text: str, tokens: Sequence[str]) -> str:
+    for token in tokens:
+        if token in text:
+            text = text.replace(token, "".join(chr(PLANE + ord(c)) for c in token))
+    return text
+
+
+def lift(text: str) -> str:
+    """The letters that a veiled text stands for."""
+    return "".join(chr(ord(c) - PLANE) if ord(c) >= PLANE else c for c in text)
+
+
+def _private(text: str) -> bool:
+    return not text.isascii() and ord(max(text)) >= PLANE
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every string in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from (text for part in value.values() for text in _texts(part))
+        yield from map(str, value)
+    elif isinstance(value, list):
+        yield from (text for part in value for text in _texts(part))
