@@ -161,26 +161,32 @@ class Shard:
         self.keys: list[str] = note["keys"]
         self.states: tuple[str, ...] = tuple(states or note["states"])
         self._codec = find_codec(note["codec"])
-        self._dtype: torch.dtype = getattr(torch, note["dtype"])
-        self._width: int = note["width"]
-        self._offsets: list[int] = file.whole("offsets").tolist()
-        self._blocks: dict[str, list[int]] = {
-            state: file.whole(_part(state, "blocks")).tolist()
+        dtype: torch.dtype = getattr(torch, note["dtype"])
+        whole = self._read_whole()
+        self._offsets: list[int] = whole["offsets"].tolist()
+        self._edges: dict[str, list[int]] = {
+            name: whole[f"{name}.blocks"].tolist() if self._codec.blocks else self._offsets
+            for name in self.states
+        }
+        self._decoders = {
+            state: self._codec.decoder(
+                {part: whole[_part(state, part)] for part in self._codec.common},
+                note["width"],
+                dtype,
+            )
             for state in self.states
-            if self._codec.blocks
         }
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def __getitem__(self, index: int) -> FeatureSequence:
-        rows = (self._offsets[index], self._offsets[index + 1])
-        wanted = [("tokens", *rows), ("loss_mask", *rows)]
+        start, stop = self._offsets[index : index + 2]
+        wanted = [("tokens", start, stop), ("loss_mask", start, stop)]
         for state in self.states:
-            wanted += [
-                (_part(state, part), *self._bounds(state, part, index))
-                for part in self._codec.parts
-            ]
+            edges = self._edges[state]
+            wanted.append((state, edges[index], edges[index + 1]))
+            wanted += [(_part(state, part), start, stop) for part in self._codec.parts if part]
         try:
             tokens, mask, *stored = self._file.cut(wanted)
             states = self._decode(stored)
@@ -204,19 +210,20 @@ class Shard:
             for state in self.states
         }
 
-    def _bounds(self, state: str, part: str, index: int) -> tuple[int, int]:
-        edges = self._blocks[state] if self._codec.blocks and not part else self._offsets
-        return edges[index], edges[index + 1]
+    def _read_whole(self) -> dict[str, Tensor]:
+        """What is needed of every sequence, by one read."""
+        shared = ("blocks", *self._codec.common) if self._codec.blocks else self._codec.common
+        names = ["offsets", *(_part(state, part) for state in self.states for part in shared)]
+        found = self._file.cut([(name, 0, self._file.rows(name)) for name in names])
+        return dict(zip(names, found, strict=True))
 
     def _decode(self, stored: list[Tensor]) -> dict[str, Tensor]:
+        """States of the tensors read for them, some per state, in order."""
         parts = self._codec.parts
+        groups = [stored[at : at + len(parts)] for at in range(0, len(stored), len(parts))]
         return {
-            state: self._codec.decode(
-                dict(zip(parts, stored[at : at + len(parts)], strict=True)),
-                self._width,
-                self._dtype,
-            )
-            for state, at in zip(self.states, range(0, len(stored), len(parts)), strict=True)
+            state: self._decoders[state](dict(zip(parts, group, strict=True)))
+            for state, group in zip(self.states, groups, strict=True)
         }
 
 
