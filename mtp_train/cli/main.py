@@ -9,10 +9,13 @@ from collections.abc import Callable
 from mtp_train.core.errors import UserError
 
 STAGES = ("regenerate", "precompute", "train", "evaluate", "report", "export")
+STORE = "store"
 USAGE = f"""usage: mtp-train STAGE [recipe=NAME] [key=value ...]
 
 stages: {", ".join(STAGES)}
         run            all of them, in this order; what is done already is not done again
+
+also:   mtp-train store verify | stat | sample ADDRESS ...    look into a feature store (store --help)
 
 keys:   see conf/ (target.path, run, train.epochs, ...); `run` names the folder in which stages find each other
 """
@@ -20,14 +23,19 @@ keys:   see conf/ (target.path, run, train.epochs, ...); `run` names the folder 
 
 def main() -> int:
     arguments = sys.argv[1:]
-    if not arguments or {"-h", "--help", "help"} & set(arguments):
+    helped = {"-h", "--help", "help"} & set(arguments) and arguments[0] != STORE
+    if not arguments or helped:
         print(USAGE)
         return 0 if arguments else 2
     return guarded(lambda: dispatch(arguments[0], arguments[1:]))
 
 
 def dispatch(name: str, overrides: list[str]) -> None:
-    """Run one stage, or all."""
+    """Run one stage, or all, or look into a store."""
+    if name == STORE:
+        from mtp_train.cli.store import command
+
+        return command(overrides)
     if name not in (*STAGES, "run"):
         raise UserError(
             "a stage must be one of " + ", ".join((*STAGES, "run")), name, "see mtp-train --help"

@@ -153,10 +153,8 @@ def finish_store(
 class Shard:
     """One opened shard: random access to its sequences. Damaged bytes are a `UserError` that names it."""
 
-    def __init__(
-        self, file: TensorFile, name: str, size: int, states: Sequence[str] | None
-    ) -> None:
-        self._file, self.name, self.bytes = file, name, size
+    def __init__(self, file: TensorFile, name: str, states: Sequence[str] | None) -> None:
+        self._file, self.name, self.bytes = file, name, file.bytes
         note = file.note
         self.keys: list[str] = note["keys"]
         self.states: tuple[str, ...] = tuple(states or note["states"])
@@ -198,17 +196,6 @@ class Shard:
         """Tokens and masks of the whole shard."""
         names = ("tokens", "loss_mask", "offsets")
         return ShardTokens(*self._file.cut([(name, 0, self._file.rows(name)) for name in names]))
-
-    def state_bytes(self) -> dict[str, int]:
-        """Bytes that each state takes."""
-        return {
-            state: sum(
-                self._file.bytes_of(name)
-                for name in self._file.names()
-                if name == state or name.startswith(state + ".")
-            )
-            for state in self.states
-        }
 
     def _read_whole(self) -> dict[str, Tensor]:
         """What is needed of every sequence, by one read."""
@@ -291,13 +278,19 @@ def _open_index(place: Place, manifest: Manifest) -> StoreIndex:
     return StoreIndex(file)
 
 
-def _open(place: Place, name: str, states: Sequence[str] | None = None) -> Shard:
+def read_header(place: Place, name: str) -> TensorFile:
+    """Open a shard no further than its header."""
     try:
-        data = place.open(name)
-        return Shard(TensorFile(data), f"{place}/{name}", data.size, states)
-    except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
-        if isinstance(error, UserError):
-            raise
+        return TensorFile(place.open(name))
+    except (ValueError, FileNotFoundError) as error:
+        raise _damaged(f"{place}/{name}: {error}") from error
+
+
+def _open(place: Place, name: str, states: Sequence[str] | None = None) -> Shard:
+    file = read_header(place, name)
+    try:
+        return Shard(file, f"{place}/{name}", states)
+    except (ValueError, KeyError, TypeError) as error:
         raise _damaged(f"{place}/{name}: {error}") from error
 
 
