@@ -13,13 +13,14 @@ from typing import Any
 from mtp_train.core.errors import UserError
 
 STAGES = ("regenerate", "precompute", "train", "evaluate", "report", "export")
-TOOLS = ("inspect",)  # with arguments of their own, and without a run
+TOOLS = ("inspect", "store")  # with arguments of their own, and without a run
 USAGE = f"""usage: mtp-train STAGE [recipe=NAME] [key=value ...]
        mtp-train TOOL [arguments]         (mtp-train TOOL --help tells them)
 
 stages: {", ".join(STAGES)}
         run            all of them, in this order; what is done already is not done again
 tools:  inspect        what a data set trains: its masks in colour, lengths, duplicates, refused rows
+        store          look into a feature store: verify, stat or sample
 
 keys:   see conf/ (target.path, run, train.epochs, ...); `run` names the folder in which stages find each other
 """

@@ -7,7 +7,7 @@ Shapes: T rows of a shard, L rows of one sequence, D hidden width, B sequences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Protocol
 
@@ -18,8 +18,13 @@ from torch import Tensor
 
 from mtp_train.core.errors import UserError
 
-LEVEL = 3
 FP8 = torch.float8_e4m3fn
+# A hash table of 64 entries finds next to no matches, which are all by chance here and cost more than they save: what
+# is left is zstd's entropy coder.
+ENTROPY = zstandard.ZstdCompressionParameters.from_level(1, hash_log=6, write_checksum=True)
+CENTRE_ROWS = 512  # of a shard, for a channel's usual exponent
+
+Decode = Callable[[dict[str, Tensor]], Tensor]
 
 
 class Codec(Protocol):
@@ -28,15 +33,16 @@ class Codec(Protocol):
     A codec with a "blocks" part (int64 [B + 1]) cuts its "" part at those bytes per sequence; all else is cut by rows.
     """
 
-    parts: tuple[str, ...]  # suffixes that `decode` needs, cut to one sequence
+    parts: tuple[str, ...]  # suffixes of what one sequence is decoded from
+    common: tuple[str, ...]  # suffixes of what all of them share, read once per shard
     blocks: bool
 
     def encode(self, state_TD: Tensor, offsets: Sequence[int]) -> dict[str, Tensor]:
         """The stored tensors, by suffix; offsets [B + 1] bound the sequences."""
         ...
 
-    def decode(self, parts: dict[str, Tensor], width: int, dtype: torch.dtype) -> Tensor:
-        """One sequence's states [L, D]; `ValueError` for damaged bytes."""
+    def decoder(self, common: dict[str, Tensor], width: int, dtype: torch.dtype) -> Decode:
+        """What makes a sequence's parts its states [L, D]; it raises `ValueError` for damaged bytes."""
         ...
 
 
@@ -44,47 +50,69 @@ class Raw:
     """The target's own numbers."""
 
     parts: tuple[str, ...] = ("",)
+    common: tuple[str, ...] = ()
     blocks = False
 
     def encode(self, state_TD: Tensor, offsets: Sequence[int]) -> dict[str, Tensor]:
         return {"": state_TD}
 
-    def decode(self, parts: dict[str, Tensor], width: int, dtype: torch.dtype) -> Tensor:
-        return parts[""]
+    def decoder(self, common: dict[str, Tensor], width: int, dtype: torch.dtype) -> Decode:
+        return lambda parts: parts[""]
 
 
 class Lossless:
-    """Byte planes, compressed per sequence."""
+    """Three savings, measured in docs/log.md:
+
+    - Conversations that begin alike (a system prompt) have bit-equal states there: such rows are kept once per shard.
+    - bfloat16 is split into exponents, coded in 2.6 bits, and signs with mantissas, which hardly compress; other
+      dtypes into bytes.
+    - Exponents are taken relative to their channel's usual one.
+    """
 
     parts: tuple[str, ...] = ("",)
+    common: tuple[str, ...] = ("centre", "shared")
     blocks = True
 
     def encode(self, state_TD: Tensor, offsets: Sequence[int]) -> dict[str, Tensor]:
-        compress = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress
-        width = state_TD.dtype.itemsize
-        byte_TDW = state_TD.contiguous().view(torch.uint8).unflatten(1, (-1, width))
-        blocks = []
-        for start, stop in pairwise(offsets):
-            plane_WLD = byte_TDW[start:stop].permute(2, 0, 1).contiguous().numpy()
-            blocks.append(compress(plane_WLD))
+        plane_PTD = split_planes(state_TD)
+        sample = plane_PTD[0, :: max(1, len(state_TD) // CENTRE_ROWS)]
+        centre_D = sample.median(dim=0).values
+        plane_PTD[0] -= centre_D  # modulo 256, as is its undoing
+        shared_S, refs = repeated_beginnings(state_TD, offsets)
+        compress = zstandard.ZstdCompressor(compression_params=ENTROPY).compress
+        blocks = [
+            _frames(compress, ref, plane_PTD[:, start + len(ref) : stop])
+            for ref, (start, stop) in zip(refs, pairwise(offsets), strict=True)
+        ]
         edges = np.cumsum([0, *map(len, blocks)], dtype=np.int64)
-        data = np.frombuffer(bytearray(b"".join(blocks)), dtype=np.uint8)
-        return {"": torch.from_numpy(data), "blocks": torch.from_numpy(edges)}
+        return {
+            "": _bytes(b"".join(blocks)),
+            "blocks": torch.from_numpy(edges),
+            "centre": centre_D,
+            "shared": _bytes(_frames(compress, shared_S[:0], plane_PTD[:, shared_S])),
+        }
 
-    def decode(self, parts: dict[str, Tensor], width: int, dtype: torch.dtype) -> Tensor:
-        try:
-            plane = zstandard.ZstdDecompressor().decompress(parts[""].numpy().data)
-        except zstandard.ZstdError as error:
-            raise ValueError(str(error)) from error
-        plane_WLD = torch.frombuffer(bytearray(plane), dtype=torch.uint8)
-        plane_WLD = plane_WLD.view(dtype.itemsize, -1, width)
-        return plane_WLD.permute(1, 2, 0).contiguous().view(dtype).flatten(1)
+    def decoder(self, common: dict[str, Tensor], width: int, dtype: torch.dtype) -> Decode:
+        def rows(block: Tensor) -> tuple[Tensor, Tensor]:
+            ref_R, *planes = _unframe(block)
+            plane_PLD = torch.stack(planes).view(len(planes), -1, width)
+            plane_PLD[0] += common["centre"]
+            return ref_R.view(torch.int32), join_planes(plane_PLD, dtype)
+
+        _, shared_SD = rows(common["shared"])
+
+        def decode(parts: dict[str, Tensor]) -> Tensor:
+            ref_R, own_LD = rows(parts[""])
+            return torch.cat([shared_SD[ref_R], own_LD]) if len(ref_R) else own_LD
+
+        return decode
 
 
 class Fp8:
     """e4m3 with one float32 scale per row: the row's largest entry becomes the format's largest number."""
 
     parts: tuple[str, ...] = ("", "scale")
+    common: tuple[str, ...] = ()
     blocks = False
 
     def encode(self, state_TD: Tensor, offsets: Sequence[int]) -> dict[str, Tensor]:
@@ -93,8 +121,8 @@ class Fp8:
         scale_T = torch.where(scale_T > 0, scale_T, torch.ones_like(scale_T))
         return {"": (wide_TD / scale_T[:, None]).to(FP8), "scale": scale_T}
 
-    def decode(self, parts: dict[str, Tensor], width: int, dtype: torch.dtype) -> Tensor:
-        return (parts[""].float() * parts["scale"][:, None]).to(dtype)
+    def decoder(self, common: dict[str, Tensor], width: int, dtype: torch.dtype) -> Decode:
+        return lambda parts: (parts[""].float() * parts["scale"][:, None]).to(dtype)
 
 
 CODECS: dict[str, Codec] = {"raw": Raw(), "lossless": Lossless(), "fp8": Fp8()}
@@ -105,3 +133,74 @@ def find_codec(name: str) -> Codec:
     if name not in CODECS:
         raise UserError("a store's codec must be one of " + ", ".join(CODECS), name, "choose one")
     return CODECS[name]
+
+
+def split_planes(state_TD: Tensor) -> Tensor:
+    """Bytes that are alike, together: uint8 [P, T, D], the most significant first.
+
+    bfloat16 gives its exponents and, in one byte, signs and mantissas.
+    """
+    if state_TD.dtype == torch.bfloat16:
+        bits = state_TD.contiguous().view(torch.int16)
+        exponent = (bits >> 7).to(torch.uint8)  # the conversion keeps the low eight bits
+        rest = ((bits >> 8) & 0x80 | bits & 0x7F).to(torch.uint8)
+        return torch.stack([exponent, rest])
+    byte_TDP = state_TD.contiguous().view(torch.uint8).unflatten(1, (-1, state_TD.dtype.itemsize))
+    return byte_TDP.permute(2, 0, 1).flip(0).contiguous()
+
+
+def join_planes(plane_PLD: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `split_planes` undoes."""
+    if dtype == torch.bfloat16:
+        exponent, rest = plane_PLD[0].short(), plane_PLD[1].short()
+        return ((rest & 0x80) << 8 | exponent << 7 | rest & 0x7F).view(dtype)
+    return torch.stack(list(plane_PLD.flip(0)), dim=-1).view(dtype).flatten(1)
+
+
+def repeated_beginnings(
+    state_TD: Tensor, offsets: Sequence[int]
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Rows that begin more than one sequence, bit for bit.
+
+    Returns:
+        The first place [S] of each such row, ascending, and for each sequence which of them it begins with (int32).
+    """
+    byte_TB = state_TD.contiguous().view(torch.uint8).numpy()
+    row_T = byte_TB.view(np.dtype((np.void, byte_TB.shape[1]))).ravel()
+    _, first, inverse, counts = np.unique(
+        row_T, return_index=True, return_inverse=True, return_counts=True
+    )
+    origin_T, repeated_T = first[inverse], counts[inverse] > 1
+    begins = []
+    for start, stop in pairwise(offsets):
+        unlike = np.flatnonzero(~repeated_T[start:stop])
+        begins.append(origin_T[start : start + unlike[0] if len(unlike) else stop])
+    shared_S = np.unique(np.concatenate(begins))
+    return shared_S, [np.searchsorted(shared_S, begin).astype(np.int32) for begin in begins]
+
+
+def _frames(compress: Callable[[bytes], bytes], ref_R: np.ndarray, plane_PLD: Tensor) -> bytes:
+    """References and planes, each compressed, each behind its length."""
+    pieces = [ref_R.tobytes(), *(plane.contiguous().numpy().tobytes() for plane in plane_PLD)]
+    packed = [compress(piece) for piece in pieces]
+    return b"".join(len(piece).to_bytes(4, "little") + piece for piece in packed)
+
+
+def _unframe(block: Tensor) -> list[Tensor]:
+    """What `_frames` wrote, as uint8."""
+    decompress = zstandard.ZstdDecompressor().decompress
+    data = block.numpy().data
+    pieces, at = [], 0
+    while at < len(data):
+        stop = at + 4 + int.from_bytes(data[at : at + 4], "little")
+        try:
+            piece = decompress(data[at + 4 : stop])
+        except zstandard.ZstdError as error:
+            raise ValueError(str(error)) from error
+        pieces.append(_bytes(piece))
+        at = stop
+    return pieces
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(bytearray(data), dtype=np.uint8))

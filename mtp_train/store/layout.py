@@ -40,7 +40,7 @@ class TensorFile:
     """An opened object. Raises `ValueError` if it is not a whole safetensors file."""
 
     def __init__(self, data: Bytes) -> None:
-        self._data = data
+        self._data, self.bytes = data, data.size
         if data.size < 8:
             raise ValueError(f"{data.size} bytes are no header")
         (head,) = data.read([(0, 8)])
@@ -62,11 +62,13 @@ class TensorFile:
         return self.cut([(name, 0, self.rows(name))])[0]
 
     def bytes_of(self, name: str) -> int:
-        start, stop = self._entry(name)["data_offsets"]
-        return int(stop - start)
-
-    def names(self) -> list[str]:
-        return sorted(self._header)
+        """Bytes of a tensor and of those named `<name>.<part>`."""
+        spans = [
+            entry["data_offsets"]
+            for other, entry in self._header.items()
+            if other == name or other.startswith(f"{name}.")
+        ]
+        return sum(stop - start for start, stop in spans)
 
     def cut(self, parts: Sequence[tuple[str, int, int]]) -> list[Tensor]:
         """Rows [start, stop) of each named tensor: views of a local file's map, one joint read of a remote one."""

@@ -153,34 +153,38 @@ def finish_store(
 class Shard:
     """One opened shard: random access to its sequences. Damaged bytes are a `UserError` that names it."""
 
-    def __init__(
-        self, file: TensorFile, name: str, size: int, states: Sequence[str] | None
-    ) -> None:
-        self._file, self.name, self.bytes = file, name, size
+    def __init__(self, file: TensorFile, name: str, states: Sequence[str] | None) -> None:
+        self._file, self.name, self.bytes = file, name, file.bytes
         note = file.note
         self.keys: list[str] = note["keys"]
         self.states: tuple[str, ...] = tuple(states or note["states"])
         self._codec = find_codec(note["codec"])
-        self._dtype: torch.dtype = getattr(torch, note["dtype"])
-        self._width: int = note["width"]
-        self._offsets: list[int] = file.whole("offsets").tolist()
-        self._blocks: dict[str, list[int]] = {
-            state: file.whole(_part(state, "blocks")).tolist()
+        dtype: torch.dtype = getattr(torch, note["dtype"])
+        whole = self._read_whole()
+        self._offsets: list[int] = whole["offsets"].tolist()
+        self._edges: dict[str, list[int]] = {
+            name: whole[f"{name}.blocks"].tolist() if self._codec.blocks else self._offsets
+            for name in self.states
+        }
+        self._decoders = {
+            state: self._codec.decoder(
+                {part: whole[_part(state, part)] for part in self._codec.common},
+                note["width"],
+                dtype,
+            )
             for state in self.states
-            if self._codec.blocks
         }
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def __getitem__(self, index: int) -> FeatureSequence:
-        rows = (self._offsets[index], self._offsets[index + 1])
-        wanted = [("tokens", *rows), ("loss_mask", *rows)]
+        start, stop = self._offsets[index : index + 2]
+        wanted = [("tokens", start, stop), ("loss_mask", start, stop)]
         for state in self.states:
-            wanted += [
-                (_part(state, part), *self._bounds(state, part, index))
-                for part in self._codec.parts
-            ]
+            edges = self._edges[state]
+            wanted.append((state, edges[index], edges[index + 1]))
+            wanted += [(_part(state, part), start, stop) for part in self._codec.parts if part]
         try:
             tokens, mask, *stored = self._file.cut(wanted)
             states = self._decode(stored)
@@ -193,30 +197,20 @@ class Shard:
         names = ("tokens", "loss_mask", "offsets")
         return ShardTokens(*self._file.cut([(name, 0, self._file.rows(name)) for name in names]))
 
-    def state_bytes(self) -> dict[str, int]:
-        """Bytes that each state takes."""
-        return {
-            state: sum(
-                self._file.bytes_of(name)
-                for name in self._file.names()
-                if name == state or name.startswith(state + ".")
-            )
-            for state in self.states
-        }
-
-    def _bounds(self, state: str, part: str, index: int) -> tuple[int, int]:
-        edges = self._blocks[state] if self._codec.blocks and not part else self._offsets
-        return edges[index], edges[index + 1]
+    def _read_whole(self) -> dict[str, Tensor]:
+        """What is needed of every sequence, by one read."""
+        shared = ("blocks", *self._codec.common) if self._codec.blocks else self._codec.common
+        names = ["offsets", *(_part(state, part) for state in self.states for part in shared)]
+        found = self._file.cut([(name, 0, self._file.rows(name)) for name in names])
+        return dict(zip(names, found, strict=True))
 
     def _decode(self, stored: list[Tensor]) -> dict[str, Tensor]:
+        """States of the tensors read for them, some per state, in order."""
         parts = self._codec.parts
+        groups = [stored[at : at + len(parts)] for at in range(0, len(stored), len(parts))]
         return {
-            state: self._codec.decode(
-                dict(zip(parts, stored[at : at + len(parts)], strict=True)),
-                self._width,
-                self._dtype,
-            )
-            for state, at in zip(self.states, range(0, len(stored), len(parts)), strict=True)
+            state: self._decoders[state](dict(zip(parts, group, strict=True)))
+            for state, group in zip(self.states, groups, strict=True)
         }
 
 
@@ -284,13 +278,19 @@ def _open_index(place: Place, manifest: Manifest) -> StoreIndex:
     return StoreIndex(file)
 
 
-def _open(place: Place, name: str, states: Sequence[str] | None = None) -> Shard:
+def read_header(place: Place, name: str) -> TensorFile:
+    """Open a shard no further than its header."""
     try:
-        data = place.open(name)
-        return Shard(TensorFile(data), f"{place}/{name}", data.size, states)
-    except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
-        if isinstance(error, UserError):
-            raise
+        return TensorFile(place.open(name))
+    except (ValueError, FileNotFoundError) as error:
+        raise _damaged(f"{place}/{name}: {error}") from error
+
+
+def _open(place: Place, name: str, states: Sequence[str] | None = None) -> Shard:
+    file = read_header(place, name)
+    try:
+        return Shard(file, f"{place}/{name}", states)
+    except (ValueError, KeyError, TypeError) as error:
         raise _damaged(f"{place}/{name}: {error}") from error
 
 
