@@ -59,6 +59,7 @@ LIBRARIES = {
         "cli",
     ),
     "gguf": ("models",),
+    "httpx": ("regenerate",),
     "wandb": (),
     "tensorboard": (),
     "vllm": (),

@@ -27,6 +27,7 @@ from mtp_train.precompute.gate import GateResult, check_choices, check_rows
 from mtp_train.store.manifest import NAME, Contract, Manifest
 from mtp_train.store.shards import describe_shard, open_shard, shard_name, write_shard
 from mtp_train.text.sources import Answer
+from mtp_train.text.turns import join_turns
 
 
 @dataclass(frozen=True)
@@ -56,23 +57,24 @@ class PrecomputeConfig:
 def from_answers(
     answers: Sequence[Answer], config: PrecomputeConfig, accounting: Accounting
 ) -> list[TokenizedConversation]:
-    """The target's answers as sequences: prompt ids masked out, its own ids trained, as they were said."""
+    """The target's answers as sequences: prompt ids masked out, its own ids trained, as they were said.
+
+    Turns of a conversation share a sequence where their tokens allow it.
+    """
     kept = []
     for answer in answers:
-        tokens = answer.prompt_ids + answer.output_ids
-        if len(tokens) > config.max_tokens:
+        if len(answer.prompt_ids) + len(answer.output_ids) > config.max_tokens:
             accounting.used -= 1
             accounting.refuse(f"longer than {config.max_tokens} tokens", answer.key)
             continue
-        mask = (0,) * len(answer.prompt_ids) + (1,) * len(answer.output_ids)
-        kept.append(TokenizedConversation(answer.key, tokens, mask, answer.category))
+        kept.append(answer)
     if not kept:
         raise UserError(
             "precompute needs at least one sequence",
             accounting.as_dict(),
             "raise precompute.max_tokens or add data",
         )
-    return kept
+    return join_turns(kept)
 
 
 def contract_for(
