@@ -43,7 +43,7 @@ class Dialogue:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        template: ChatTemplate,
         plans: Iterable[Plan],
         journal: Journal,
         bar: tqdm[Any],
@@ -52,7 +52,7 @@ class Dialogue:
         stop: frozenset[int],
         seed: int,
     ) -> None:
-        self.template = ChatTemplate(tokenizer)
+        self.template = template
         self.journal = journal
         self.bar = bar
         self.max_new_tokens = max_new_tokens
@@ -108,7 +108,7 @@ class Dialogue:
         talk.messages += plan.turns[talk.turn]
         key = plan.key(talk.turn)
         try:
-            prompt = tuple(self.template.prompt(talk.messages))
+            prompt = render(self.template, plan, talk.messages)
         except UserError as error:
             self._end(talk, f"refused: the chat template fails: {error.received}")
             return
@@ -137,6 +137,29 @@ class Dialogue:
             "output_ids": list(completion.tokens),
             "finish": completion.finish,
         }
+
+
+def require_renderable(template: ChatTemplate, plans: Iterable[Plan]) -> None:
+    """Raise if the template fails on every first prompt: then nothing is worth beginning."""
+    reason: object = "no prompts"
+    for plan in plans:
+        try:
+            render(template, plan, plan.turns[0])
+            return
+        except UserError as error:
+            reason = error.received
+    raise UserError(
+        "the chat template must render at least one prompt",
+        reason,
+        "check the target's chat template and the prompts",
+    )
+
+
+def render(
+    template: ChatTemplate, plan: Plan, messages: Sequence[dict[str, Any]]
+) -> tuple[int, ...]:
+    """Token ids of a conversation's prompt, as serving sends them."""
+    return tuple(template.prompt(messages))
 
 
 def reply_text(

@@ -19,9 +19,10 @@ from mtp_train.core.provenance import atomic_path
 from mtp_train.core.records import Accounting
 from mtp_train.engine.sampling import Sampling
 from mtp_train.engine.sequences import Completion, Request
-from mtp_train.regenerate.dialogue import Dialogue
+from mtp_train.regenerate.dialogue import Dialogue, require_renderable
 from mtp_train.regenerate.journal import Journal
 from mtp_train.regenerate.prompts import Plan, read_plans
+from mtp_train.text.template import ChatTemplate
 
 
 @dataclass(frozen=True)
@@ -121,14 +122,19 @@ def regenerate(
     Args:
         stop: tokens that end an answer.
     """
-    outcome = Outcome()
+    outcome, template = Outcome(), ChatTemplate(tokenizer)
     limit_name = f"regenerate.limits.{name}"
     plans = read_plans(
         config.prompts[name], config.limits.get(name, 0), limit_name, outcome.accounting
     )
+    if not plans:
+        raise UserError(
+            "regenerate needs at least one prompt", outcome.as_dict(), "see the reasons"
+        )
+    require_renderable(template, plans)
     journal = Journal(out.with_suffix(".journal"), out)
     try:
-        failed = _converse(answerer, tokenizer, stop, config, name, plans, journal)
+        failed = _converse(answerer, template, stop, config, name, plans, journal)
         for plan in plans:
             _count(plan, journal, failed.get(plan.conversation.key, ""), outcome)
         outcome.answers = dict(sorted(journal.finishes.items()))
@@ -147,7 +153,7 @@ def regenerate(
 
 def _converse(
     answerer: Answerer,
-    tokenizer: PreTrainedTokenizerBase,
+    template: ChatTemplate,
     stop: frozenset[int],
     config: RegenerateConfig,
     name: str,
@@ -160,7 +166,7 @@ def _converse(
         say(f"regenerate {name}: {len(journal)} answers found, {total - len(journal)} to go")
     with progress(total, f"regenerate {name}", "answer", initial=len(journal)) as bar:
         dialogue = Dialogue(
-            tokenizer,
+            template,
             plans,
             journal,
             bar,
