@@ -98,14 +98,16 @@ class Outcome:
 
     def as_dict(self) -> dict[str, object]:
         skipped, error = sum(self.accounting.refused.values()), sum(self.errors.values())
-        return {
-            **self.accounting.as_dict(),
+        counts = {
             "input": self.accounting.total + error,
             "success": self.accounting.total - skipped,
             "skipped": skipped,
             "error": error,
-            "errors": dict(self.errors),
             "answers": dict(self.answers),
+            "errors": dict(self.errors),
+        }
+        return counts | {
+            key: value for key, value in self.accounting.as_dict().items() if key not in counts
         }
 
 
