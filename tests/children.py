@@ -6,6 +6,7 @@ is killed by its own id. Their target is slowed down, so that a kill lands in th
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -17,14 +18,18 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch.distributed import TCPStore
-from toys import conversations, make_store, make_target
+from toys import conversations, make_lively_target, make_store, make_target, make_tokenizer
 
 from mtp_train.core.dist import Ranks
 from mtp_train.core.records import Accounting
+from mtp_train.engine.engine import Engine, EngineConfig
 from mtp_train.heads.mtp import MtpConfig, build
 from mtp_train.precompute import stage as precomputing
 from mtp_train.precompute.sources import EngineStates
 from mtp_train.precompute.stage import PrecomputeConfig, precompute
+from mtp_train.regenerate import stage as answering
+from mtp_train.regenerate.journal import Journal
+from mtp_train.regenerate.stage import RegenerateConfig, regenerate
 from mtp_train.store import manifest, places
 from mtp_train.store.shards import FeatureStore
 from mtp_train.train import loop
@@ -35,6 +40,7 @@ CONTEXT.set_forkserver_preload(
     [
         "mtp_train.train.loop",
         "mtp_train.precompute.stage",
+        "mtp_train.regenerate.stage",
         "transformers.models.llama.modeling_llama",
     ]
 )
@@ -42,6 +48,7 @@ CONTEXT.set_forkserver_preload(
 SLOW = 0.01  # seconds per forward or pack
 CHATS = conversations(24, seed=5)
 FEATURES = PrecomputeConfig(rows_per_shard=32, rows_per_forward=20)
+ANSWERING = EngineConfig(max_batch=3, cache_rows=2048, page_size=4)
 TRAINING = TrainConfig(
     epochs=2, rows=34, accumulation=2, rollout_steps=2, warmup_steps=2, validations=2, checkpoints=4
 )
@@ -139,6 +146,33 @@ def precompute_slowly(out: Path, fate: str = "", ranks: Ranks | None = None) -> 
     accounting = Accounting(used=len(CHATS)).as_dict()
     source = EngineStates(target)
     precompute(source, CHATS, FEATURES, out, accounting, ranks or Ranks())
+
+
+def regenerate_slowly(config: RegenerateConfig, out: Path, fate: str = "") -> None:
+    """Answer the training prompts. `fate`: where the process kills itself, if anywhere."""
+    torch.set_num_threads(1)
+    target = make_lively_target()
+    forward = target.forward
+
+    def slow(*args: Any) -> torch.Tensor:
+        time.sleep(SLOW)
+        return forward(*args)
+
+    target.forward = slow  # type: ignore[method-assign]
+    if fate == "half a line":
+        Journal.append = dies_at(4, Journal.append, half_line)  # type: ignore[method-assign]
+    if fate == "before the answers are whole":
+        answering.atomic_path = dies_at(1, answering.atomic_path)
+    if fate == "before the journal goes":
+        Journal.close = dies_at(1, Journal.close)  # type: ignore[method-assign]
+    engine = Engine(target, None, ANSWERING)
+    regenerate(engine, make_tokenizer(), frozenset({2}), config, "train", out)
+
+
+def half_line(journal: Journal, row: dict[str, Any]) -> None:
+    """What a killed writer leaves: the beginning of a line."""
+    journal._file.write(json.dumps(row).encode()[:30])
+    journal._file.flush()
 
 
 def train_slowly(features: Path, out: Path, log: Path, fate: str = "") -> None:

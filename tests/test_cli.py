@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from toys import conversations, make_store, make_target
+from toys import conversations, make_store, make_target, make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from mtp_train.checkpoint.heads import load_head
@@ -26,7 +25,7 @@ from mtp_train.export.stage import ExportConfig
 from mtp_train.heads.mtp import MtpConfig
 from mtp_train.models.target import Target
 from mtp_train.precompute.stage import PrecomputeConfig
-from mtp_train.regenerate import stage as answering
+from mtp_train.regenerate.journal import Journal
 from mtp_train.regenerate.stage import RegenerateConfig
 from mtp_train.store.shards import FeatureStore
 from mtp_train.train.loop import TrainConfig
@@ -41,11 +40,6 @@ SECTIONS = {
     "evaluate": EvaluateConfig,
     "export": ExportConfig,
 }
-LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,?!'\n-+:"
-CHATML = (
-    "{% for m in messages %}{{ '<s>' + m.role + '\n' + m.content + '</s>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
-)
 PROMPTS = {
     "train": ["what is 2 + 2?", "name a bird.", "say hello", "count to 3", "why?", "is it late?"],
     "heldout": ["what is 3 + 1?", "name a fish.", "say bye"],
@@ -53,26 +47,9 @@ PROMPTS = {
 }
 
 
-def save_tokenizer(folder: Path) -> None:
-    """A token per character, and the two of the template."""
-    vocabulary = {token: index for index, token in enumerate(["<unk>", "<s>", "</s>", *LETTERS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token="<unk>",
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="</s>",
-    )
-    fast.chat_template = CHATML
-    fast.save_pretrained(folder)
-
-
 def save_target(folder: Path, seed: int = 0) -> Path:
     make_target(seed=seed).model.save_pretrained(folder)
-    save_tokenizer(folder)
+    make_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -624,10 +601,15 @@ def test_the_pipeline_leaves_every_output(pipeline: Path) -> None:
         assert all(0 < len(row["output_ids"]) <= 10 for row in rows)
     assert json.loads((run / "regenerate" / "accounting.json").read_text())["train"] == {
         "input": 6,
+        "success": 6,
+        "skipped": 0,
+        "error": 0,
         "used": 6,
         "repaired": {},
         "refused": {},
+        "errors": {},
         "examples": {},
+        "answers": {"length": 6},
     }
     assert [len(FeatureStore(run / "precompute" / name)) for name in ("train", "heldout")] == [6, 3]
     assert (run / "train" / "curves.jsonl").stat().st_size
@@ -807,18 +789,15 @@ class Stop(Exception):
 
 def break_off(folder: Path, monkeypatch: pytest.MonkeyPatch, answers: int) -> None:
     """Answer a few prompts, then die without a word."""
-    count = 0
+    original = Journal.append
 
-    def row(*args: object) -> dict:
-        nonlocal count
-        count += 1
-        if count > answers:
+    def append(journal: Journal, row: dict) -> None:
+        if len(journal) == answers:
             raise Stop
-        return original(*args)
+        original(journal, row)
 
-    original = answering._row
     with monkeypatch.context() as patch:
-        patch.setattr(answering, "_row", row)
+        patch.setattr(Journal, "append", append)
         with pytest.raises(Stop):
             dispatch("regenerate", overrides(folder))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from mtp_train.engine.engine import Engine, EngineConfig
 from mtp_train.engine.pages import PageAllocator
 from mtp_train.engine.propose import ChainProposer, Draft
 from mtp_train.engine.sampling import Sampling
-from mtp_train.engine.sequences import Request
+from mtp_train.engine.sequences import Completion, Request
 from mtp_train.evaluate.lossless import compare
 from mtp_train.heads.mtp import MtpConfig, build
 from mtp_train.models.target import Target
@@ -198,3 +200,57 @@ def test_a_script_stands_for_the_targets_choices(toy_target: Target) -> None:
         [Request("s", (1, 2, 3), 5, script=script)], Sampling(1.0)
     )
     assert refused.finish.startswith("refused")
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_a_source_is_served_while_it_grows(toy_target: Target, drafts: int) -> None:
+    """Each completion brings its continuation; nothing is asked for that there is no room for."""
+    head = build(toy_target, MtpConfig(init="random"), seed=3)
+    proposer = ChainProposer(toy_target, head, drafts) if drafts else None
+    waiting, done, open_now = requests(7, tokens=5), [], 0
+
+    def source() -> Request | None:
+        nonlocal open_now
+        if not waiting:
+            return None
+        open_now += 1
+        assert open_now <= SMALL.max_batch + 1, "one may stand in line beside those that run"
+        return waiting.pop(0)
+
+    def finish(completion: Completion) -> None:
+        nonlocal open_now
+        open_now -= 1
+        done.append(completion)
+        if "+" not in completion.key:
+            longer = completion.prompt + completion.tokens
+            waiting.append(Request(f"{completion.key}+", longer, 4))
+
+    engine = Engine(toy_target, proposer, SMALL)
+    engine.serve(source, finish)
+    assert len(done) == 14 and engine.stats.tokens == 7 * 9
+    whole = {c.key: c.tokens for c in Engine(toy_target, None, SMALL).generate(requests(7, 9))}
+    by_key = {completion.key: completion for completion in done}
+    assert {key: by_key[key].tokens + by_key[f"{key}+"].tokens for key in whole} == whole
+    assert engine.pages.fits(SMALL.cache_rows)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_the_draws_of_a_seeded_request_are_its_own(toy_target: Target, drafts: int) -> None:
+    """Whoever it runs with, in whatever order; the others share the run's generator as ever."""
+    head = build(toy_target, MtpConfig(init="random"), seed=3)
+
+    def sampled(asked: list[Request], batch: int, seed: int = 0) -> dict[str, tuple[int, ...]]:
+        proposer = ChainProposer(toy_target, head, drafts) if drafts else None
+        config = EngineConfig(max_batch=batch, cache_rows=512, page_size=4, prefill_rows=64)
+        done = Engine(toy_target, proposer, config).generate(asked, Sampling(1.0, seed))
+        return {completion.key: completion.tokens for completion in done}
+
+    plain = requests(6, tokens=12)
+    seeded = [replace(request, seed=at) for at, request in enumerate(plain)]
+    alone = sampled(seeded, batch=1)
+    assert sampled(seeded[::-1], batch=4, seed=1) == alone
+    mixed = sampled([*plain[:3], *seeded[3:]], batch=6)
+    assert all(mixed[request.key] == alone[request.key] for request in seeded[3:])
+    other = sampled([replace(request, seed=100) for request in plain], batch=6)
+    assert all(other[key] != alone[key] for key in alone)
+    assert sampled(plain, batch=6) != sampled(plain, batch=6, seed=1)

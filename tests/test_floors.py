@@ -68,6 +68,7 @@ LIBRARIES = {
     "datasets": ("text",),
     "pyarrow": ("text",),
     "tokenizers": ("text",),
+    "httpx": ("regenerate",),
     "wandb": (),
     "tensorboard": (),
     "vllm": (),

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from mtp_train.core.dist import Ranks
 from mtp_train.core.records import Accounting, TokenizedConversation
@@ -20,6 +21,11 @@ from mtp_train.precompute.stage import PrecomputeConfig, precompute
 from mtp_train.store.shards import FeatureStore
 
 VOCABULARY = 61
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,?!'\n-+:"
+CHATML = (
+    "{% for m in messages %}{{ '<s>' + m.role + '\n' + m.content + '</s>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
+)
 
 
 def toy_config(**changes: object) -> LlamaConfig:
@@ -37,6 +43,28 @@ def toy_config(**changes: object) -> LlamaConfig:
 
 def make_target(seed: int = 0, **changes: object) -> Target:
     return Target.from_config(toy_config(**changes), seed=seed)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A token per character, and the two of the template. Some of the toy targets' ids have no text."""
+    vocabulary = {token: index for index, token in enumerate(["<unk>", "<s>", "</s>", *LETTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="</s>",
+    )
+    fast.chat_template = CHATML
+    return fast
+
+
+def make_lively_target(**changes: object) -> Target:
+    """A toy target whose answers differ, some ended by the end-of-turn token."""
+    return make_target(**({"initializer_range": 0.3} | changes))
 
 
 def conversation(key: str, prompt: Sequence[int], answer: Sequence[int]) -> TokenizedConversation:

@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from mtp_train.core.errors import UserError
 
 T = TypeVar("T")
-FREE = ("regenerate.prompts", "regenerate.limits")
+FREE = ("regenerate.prompts", "regenerate.limits", "data.sets", "precompute.vllm.engine")
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -104,8 +104,8 @@ def _flatten(values: dict[Any, Any], folder: str, prefix: str = "") -> list[tupl
         if isinstance(value, dict):
             rows += _flatten(value, folder, f"{prefix}{key}.")
         else:
-            text = value.replace("{recipe}", folder) if isinstance(value, str) else value
-            rows.append((_free(f"{prefix}{key}"), json.dumps(text, ensure_ascii=False)))
+            text = json.dumps(value, ensure_ascii=False)
+            rows.append((_free(f"{prefix}{key}"), text.replace("{recipe}", folder)))
     return rows
 
 
@@ -125,7 +125,11 @@ def section(config: dict[str, Any], name: str, cls: type[T]) -> T:
 
 
 def _typed(name: str, value: Any, kind: Any) -> Any:
+    if kind is Any:
+        return value
     of, parts = get_origin(kind) or kind, get_args(kind)
+    if dataclasses.is_dataclass(of) and isinstance(value, dict):
+        return section({name: value}, name, of)
     if of is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not of:

@@ -24,7 +24,7 @@ def stage(job: Job) -> None:
         "export",
         [asdict(config), before, job.target_inputs],
         lambda: _work(job, config),
-        needs=[job.folder.export(config.format) / TENSORS],
+        whole=(job.folder.export(config.format) / TENSORS).is_file,
     )
 
 

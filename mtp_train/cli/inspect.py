@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -14,14 +13,16 @@ from transformers.utils import logging as transformers_logging
 from mtp_train.core.errors import UserError
 from mtp_train.core.progress import progress, say
 from mtp_train.core.provenance import write_text
-from mtp_train.core.records import Accounting, Conversation, TokenizedConversation
+from mtp_train.core.records import Accounting, TokenizedConversation
 from mtp_train.inspection.collect import Collector, collect
 from mtp_train.inspection.page import page
 from mtp_train.inspection.pieces import Vocabulary
 from mtp_train.inspection.terminal import write
 from mtp_train.models.target import stop_tokens
-from mtp_train.text.sources import read_conversations
-from mtp_train.text.template import ChatTemplate, Refusal
+from mtp_train.text.sources import SourceConfig, tokenized
+from mtp_train.text.template import ChatTemplate
+
+ANY_LENGTH = 1 << 40  # lengths are shown, not judged
 
 
 def tool(arguments: Sequence[str]) -> None:
@@ -39,11 +40,11 @@ def tool(arguments: Sequence[str]) -> None:
         max_tokens=asked.max_tokens,
     )
     told = collect(
-        sequences(asked.data, ChatTemplate(tokenizer), accounting), collector, accounting
+        sequences(asked.data, ChatTemplate(tokenizer), accounting, asked.strict), collector, accounting
     )
     write(told, vocabulary, Console(markup=False, highlight=False, emoji=False))
     if asked.html:
-        title = ", ".join(path.name for path in asked.data)
+        title = ", ".join(Path(path).name for path in asked.data)
         write_text(asked.html, page(told, vocabulary, title))
         say(f"inspect: open {asked.html}")
     if not told.sequences:
@@ -56,7 +57,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         description="Shows what a data set trains: conversations with their trained tokens coloured, "
         "lengths, duplicates, and refused rows with reasons.",
     )
-    parser.add_argument("data", nargs="+", type=Path, metavar="DATA", help="files of conversations")
+    parser.add_argument(
+        "data", nargs="+", metavar="DATA", help="files, folders, globs or hub:NAME of conversations"
+    )
     parser.add_argument(
         "--tokenizer",
         type=Path,
@@ -74,6 +77,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--max-tokens", type=int, metavar="N", help="count what lies beyond this length"
     )
+    parser.add_argument(
+        "--strict", action="store_true", help="refuse rows that would be repaired"
+    )
     asked = parser.parse_args(arguments)
     if asked.show < 0:
         raise UserError("--show must be 0 or more", asked.show, "use 0 to see statistics alone")
@@ -85,48 +91,18 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def sequences(
-    paths: Sequence[Path], template: ChatTemplate, accounting: Accounting
+    paths: Sequence[str], template: ChatTemplate, accounting: Accounting, strict: bool
 ) -> Iterator[TokenizedConversation]:
-    """Every record of every usable row. Keys name their file where there are several."""
-    for path in paths:
-        conversations = usable(path, accounting)
-        for conversation in progress_over(conversations, path.name):
-            for record in tokenized(conversation, path, template, accounting):
-                several = len(paths) > 1
-                yield replace(record, key=f"{path.name}:{record.key}") if several else record
-
-
-def usable(path: Path, accounting: Accounting) -> list[Conversation]:
-    """A file's chats; none where all its rows are refused, which the accounting then tells."""
-    before = accounting.total
-    try:
-        return read_conversations(path, accounting)
-    except UserError:
-        if accounting.total == before:
-            raise
-        return []
-
-
-def tokenized(
-    conversation: Conversation, path: Path, template: ChatTemplate, accounting: Accounting
-) -> list[TokenizedConversation]:
-    """One conversation's records; none if it is refused, which takes it from the used rows."""
-    try:
-        found = template.tokenize(conversation)
-    except UserError as error:  # the template itself refuses these messages
-        found = Refusal(f"{error.rule}: {error.received}")
-    if isinstance(found, Refusal):
-        accounting.used -= 1
-        accounting.refuse(found.reason, f"{path}:{conversation.key}")
-        return []
-    return found
-
-
-def progress_over(conversations: Sequence[Conversation], what: str) -> Iterator[Conversation]:
-    with progress(len(conversations), what, "conversation") as shown:
-        for conversation in conversations:
-            yield conversation
-            shown.update()
+    """Every record of every usable row, of any length; none where all rows are refused, which the accounting tells."""
+    sources = [SourceConfig(path, max_tokens=ANY_LENGTH) for path in paths]
+    with progress(None, "inspect", "sequence") as bar:
+        try:
+            for record in tokenized(sources, template, accounting, strict=strict):
+                bar.update()
+                yield record
+        except UserError:
+            if not accounting.total:
+                raise
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

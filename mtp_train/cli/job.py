@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 from mtp_train.cli.config import load_config, section
 from mtp_train.cli.run_folder import RunFolder
 from mtp_train.core.errors import UserError
-from mtp_train.core.provenance import folder_digest
+from mtp_train.core.provenance import folder_digest, read_json
 from mtp_train.engine.engine import EngineConfig
 from mtp_train.evaluate.stage import EvaluateConfig
 from mtp_train.export.stage import ExportConfig, require_servable
@@ -31,6 +31,7 @@ from mtp_train.models.target import (
 )
 from mtp_train.precompute.stage import PrecomputeConfig
 from mtp_train.regenerate.stage import RegenerateConfig
+from mtp_train.text.sources import DataConfig
 from mtp_train.train.loop import TrainConfig
 
 PRECISIONS = {"bfloat16": "bf16", "float32": "no"}  # ours -> accelerate's
@@ -79,6 +80,7 @@ class RunConfig:
 
 SECTIONS: dict[str, type[Any]] = {
     "regenerate": RegenerateConfig,
+    "data": DataConfig,
     "precompute": PrecomputeConfig,
     "head": MtpConfig,
     "train": TrainConfig,
@@ -126,7 +128,7 @@ class Job:
             raise UserError("target.device must exist", wanted, "use cpu, or a machine with a GPU")
         return wanted
 
-    def target(self, dtype: str | None = None) -> Target:
+    def target(self, dtype: str | None = None, tensor_parallel: int = 1) -> Target:
         """The target in the configured dtype, or in another."""
         wanted = dtype or self.target_config.dtype
         if wanted not in self._targets:
@@ -136,6 +138,7 @@ class Job:
                 wanted,
                 device=self.device,
                 trust_remote_code=values.trust_remote_code,
+                tensor_parallel=tensor_parallel,
             )
         return self._targets[wanted]
 
@@ -154,6 +157,17 @@ class Job:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         values = self.target_config
         return load_tokenizer(values.path, trust_remote_code=values.trust_remote_code)
+
+    @property
+    def vocabulary(self) -> int:
+        """The target's vocabulary, as its config says it."""
+        folder = require_model_folder(self.target_config.path)
+        return int(read_json(folder / "config.json")["vocab_size"])
+
+    def features(self, name: str) -> str:
+        """Where the features of a set lie: in the run folder, or at the address of precompute.out."""
+        out = self.config["precompute"]["out"]
+        return f"{out.rstrip('/')}/{name}" if out else str(self.folder.features(name))
 
     @property
     def stop(self) -> frozenset[int]:

@@ -13,11 +13,13 @@ from typing import Any
 from mtp_train.core.errors import UserError
 
 STAGES = ("regenerate", "precompute", "train", "evaluate", "report", "export")
+PLAN = "plan"  # a look ahead: no part of a run
 TOOLS = ("inspect", "store")  # with arguments of their own, and without a run
 USAGE = f"""usage: mtp-train STAGE [recipe=NAME] [key=value ...]
        mtp-train TOOL [arguments]         (mtp-train TOOL --help tells them)
 
 stages: {", ".join(STAGES)}
+        plan           disk, memory and hours of the configuration, before anything is loaded
         run            all of them, in this order; what is done already is not done again
 tools:  inspect        what a data set trains: its masks in colour, lengths, duplicates, refused rows
         store          look into a feature store: verify, stat or sample
@@ -40,9 +42,9 @@ def dispatch(name: str, overrides: list[str]) -> None:
     if name in TOOLS:
         command(name).tool(overrides)
         return
-    if name not in (*STAGES, "run"):
+    if name not in (*STAGES, "run", PLAN):
         raise UserError(
-            "a stage must be one of " + ", ".join((*STAGES, "run", *TOOLS)),
+            "a stage must be one of " + ", ".join((*STAGES, "run", PLAN, *TOOLS)),
             name,
             "see mtp-train --help",
         )

@@ -1,47 +1,108 @@
-"""`mtp-train precompute`: answers to features. Runs under `accelerate launch` or `torchrun` on several ranks too."""
+"""`mtp-train precompute`: text to features. Runs under `torchrun` or `accelerate launch` on several ranks too."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from mtp_train.cli.job import Job
 from mtp_train.cli.main import guarded
+from mtp_train.cli.plan import PlanConfig, announce
 from mtp_train.cli.run_folder import run_stage
-from mtp_train.core.dist import Ranks, current_ranks
-from mtp_train.core.provenance import file_digest
-from mtp_train.core.records import Accounting
-from mtp_train.precompute.stage import PrecomputeConfig, from_answers, precompute
+from mtp_train.core.dist import Ranks, launched_ranks
+from mtp_train.core.errors import UserError
+from mtp_train.core.provenance import digest
+from mtp_train.models.readout import Readout
+from mtp_train.precompute.corpus import make_corpus
+from mtp_train.precompute.sources import EngineStates, StateSource
+from mtp_train.precompute.stage import PrecomputeConfig, precompute
+from mtp_train.precompute.vllm_states import VllmStates
+from mtp_train.store.corpus import Corpus
 from mtp_train.store.manifest import NAME
-from mtp_train.text.sources import read_answers
+from mtp_train.store.places import Place
+from mtp_train.text.sources import DataConfig, sources_digest
+from mtp_train.text.template import ChatTemplate
 
 SETS = ("train", "heldout")
 
 
 def stage(job: Job) -> None:
     config: PrecomputeConfig = job.section("precompute", PrecomputeConfig)
-    before = job.folder.require("regenerate")["outputs"]
-    ranks = current_ranks(job.device == "cpu")
+    ranks = launched_ranks()
+    wanted = replace(config, out="", tensor_parallel=1)  # neither decides what the features are
     run_stage(
         job.folder,
         "precompute",
-        [asdict(config), before, job.target_inputs],
+        [asdict(wanted), text_inputs(job), job.target_inputs],
         lambda: _work(job, config, ranks),
         ranks,
         keeps=True,  # its own contract says which shards may stay
-        needs=[job.folder.features(name) / NAME for name in SETS],
+        whole=lambda: all(Place(job.features(name)).exists(NAME) for name in SETS),
     )
 
 
-def _work(job: Job, config: PrecomputeConfig, ranks: Ranks) -> Any:
+def text_inputs(job: Job) -> Any:
+    """What the features' text depends on."""
+    data: DataConfig = job.section("data", DataConfig)
+    unknown = sorted(set(data.sets) - set(SETS))
+    if unknown:
+        raise UserError("data.sets may name train and heldout", unknown, "correct the override")
+    regenerated = job.folder.answers("train").parent.is_dir() and job.config["regenerate"]["prompts"]
+    before = job.folder.require("regenerate")["outputs"] if regenerated else None
+    own = {name: sources_digest(data.sources(name)) for name in data.sets}
+    return [before, own, asdict(replace(data, sets={}))]
+
+
+def corpora(job: Job) -> dict[str, Corpus]:
+    """The text of every set, tokenised; made where it isn't there."""
+    data: DataConfig = job.section("data", DataConfig)
+    found = {}
     for name in SETS:
-        accounting = Accounting()
-        sequences = from_answers(
-            read_answers(job.folder.answers(name), accounting), config, accounting
+        answered: Path | None = job.folder.answers(name)
+        if not (answered and answered.is_file() and name in job.config["regenerate"]["prompts"]):
+            answered = None
+        if not answered and name not in data.sets:
+            raise UserError(
+                f"the set {name} needs text",
+                "neither regenerated answers nor sources",
+                f"run regenerate with regenerate.prompts.{name}, or name data.sets.{name}",
+            )
+        found[name] = make_corpus(
+            job.folder.corpus(name),
+            name,
+            answered,
+            data,
+            ChatTemplate(job.tokenizer),
+            digest(job.target_inputs["texts"]),
+            job.vocabulary,
         )
-        precompute(job.target(), sequences, config, job.folder.features(name), accounting, ranks)
-    return {name: file_digest(job.folder.features(name) / NAME) for name in SETS}
+    return found
+
+
+def _work(job: Job, config: PrecomputeConfig, ranks: Ranks) -> Any:
+    if ranks.main:
+        text = corpora(job)
+        announce(job, job.section("plan", PlanConfig), text, ranks.world)
+    ranks.wait()
+    text = corpora(job)  # made by now: mapped
+    ranks = ranks.grouped(config.tensor_parallel)
+    with ExitStack() as stack:
+        source = _source(job, config, stack)
+        for name, corpus in text.items():
+            precompute(source, corpus, config, job.features(name), corpus.note.accounting, ranks)
+    return {name: digest(Place(job.features(name)).read(NAME).decode()) for name in SETS}
+
+
+def _source(job: Job, config: PrecomputeConfig, stack: ExitStack) -> StateSource:
+    values = job.target_config
+    if not config.vllm.python:
+        target = job.target(tensor_parallel=config.tensor_parallel)
+        return EngineStates(target, config.states)
+    readout = Readout.load(values.path, values.dtype, trust_remote_code=values.trust_remote_code)
+    return stack.enter_context(VllmStates(readout, config.vllm, values.dtype, config.states))
 
 
 if __name__ == "__main__":

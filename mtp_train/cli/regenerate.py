@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from mtp_train.cli.job import Job
@@ -13,10 +12,15 @@ from mtp_train.core.progress import say
 from mtp_train.core.provenance import file_digest, write_json
 from mtp_train.core.records import Accounting
 from mtp_train.engine.engine import Engine
-from mtp_train.regenerate.stage import RegenerateConfig, regenerate
-from mtp_train.text.sources import read_conversations
+from mtp_train.regenerate.prompts import question, read_plans
+from mtp_train.regenerate.server import Server
+from mtp_train.regenerate.stage import Answerer, Outcome, RegenerateConfig, regenerate
+from mtp_train.text.sources import asked, read_sources, sources_digest
+from mtp_train.text.template import ChatTemplate
 
 SETS = ("train", "heldout", "ood")
+# Prompts count by their content. A server that was started again elsewhere goes on with the same answers.
+NO_INPUTS = ("prompts", "server", "concurrency", "timeout", "retries")
 
 
 def stage(job: Job) -> None:
@@ -29,50 +33,80 @@ def stage(job: Job) -> None:
             f"missing {missing}, unknown {unknown}",
             "add regenerate.prompts.NAME=FILE, or use a recipe",
         )
-    for path in config.prompts.values():
-        if not Path(path).is_file():
-            raise UserError("a prompts file must exist", path, "correct regenerate.prompts")
-    prompts = {name: file_digest(Path(path)) for name, path in config.prompts.items()}
-    values = {key: value for key, value in asdict(config).items() if key != "prompts"}
+    prompts = {name: sources_digest(read_sources(value)) for name, value in config.prompts.items()}
+    values = {key: value for key, value in asdict(config).items() if key not in NO_INPUTS}
+    values["server"] = bool(config.server)
     run_stage(
         job.folder,
         "regenerate",
         [values, prompts, job.target_inputs],
         lambda: _work(job, config),
-        needs=[job.folder.answers(name) for name in config.prompts],
+        whole=lambda: all(job.folder.answers(name).is_file() for name in config.prompts),
     )
+
+
+def asked_tokens(job: Job) -> dict[str, tuple[int, int]]:
+    """Answers to be written per set, and the most tokens that prompts and answers can have."""
+    config: RegenerateConfig = job.section("regenerate", RegenerateConfig)
+    template = ChatTemplate(job.tokenizer)
+    found = {}
+    for name, value in config.prompts.items():
+        plans = read_plans(read_sources(value), config.limits.get(name, 0), name, Accounting())
+        tokens = answers = 0
+        for plan in plans:
+            said = [message for turn in plan.turns for message in turn]
+            tokens += len(template.prompt(said, plan.conversation.tools))
+            answers += len(plan.turns)
+        found[name] = (answers, tokens + answers * config.max_new_tokens)
+    return found
 
 
 def _work(job: Job, config: RegenerateConfig) -> Any:
     _require_disjoint(config)
-    engine = Engine(job.target(), None, job.engine_config)
+    answerer = _answerer(job, config)
     counts: dict[str, Any] = {}
     for name in config.prompts:
-        accounting = regenerate(engine, job.tokenizer, config, name, job.folder.answers(name))
-        counts[name] = accounting.as_dict()
-        _tell(name, accounting)
+        out = job.folder.answers(name)
+        outcome = regenerate(answerer, job.tokenizer, job.stop, config, name, out)
+        counts[name] = outcome.as_dict()
+        _tell(name, outcome)
     write_json(job.folder.stage("regenerate") / "accounting.json", counts)
     return {name: file_digest(job.folder.answers(name)) for name in config.prompts}
 
 
-def _tell(name: str, accounting: Accounting) -> None:
+def _answerer(job: Job, config: RegenerateConfig) -> Answerer:
+    if not config.server:
+        return Engine(job.target(), None, job.engine_config)
+    server = Server(
+        config.server,
+        model=config.model,
+        concurrency=config.concurrency,
+        timeout=config.timeout,
+        retries=config.retries,
+    )
+    server.connect(job.tokenizer)
+    return server
+
+
+def _tell(name: str, outcome: Outcome) -> None:
     """One line of counts, one per reason."""
-    repaired, refused = sum(accounting.repaired.values()), sum(accounting.refused.values())
-    counts = f"{accounting.used} answered + {repaired} repaired + {refused} refused"
-    say(f"regenerate {name}: {counts} = {accounting.total}")
+    accounting, counts = outcome.accounting, outcome.as_dict()
+    parts = " + ".join(f"{counts[kind]} {kind}" for kind in ("success", "skipped", "error"))
+    ends = ", ".join(f"{count} by {finish}" for finish, count in outcome.answers.items())
+    say(f"regenerate {name}: {parts} = {counts['input']} conversations; answers ended: {ends}")
     for rule, rows in accounting.repaired.items():
         say(f"  repaired {rows}: {rule}")
     for reason, rows in accounting.refused.items():
-        say(f"  refused {rows}: {reason} (first: {accounting.examples[reason]})")
+        say(f"  skipped {rows}: {reason} (first: {accounting.examples[reason]})")
+    for reason, rows in outcome.errors.items():
+        say(f"  error {rows}: {reason} (first: {accounting.examples[reason]})")
 
 
 def _require_disjoint(config: RegenerateConfig) -> None:
     """A held-out prompt that is trained on measures memory."""
     kept = {
-        name: {
-            conversation.messages_text for conversation in read_conversations(path, Accounting())
-        }
-        for name, path in config.prompts.items()
+        name: {question(chat) for chat, _, _ in asked(read_sources(value), Accounting())}
+        for name, value in config.prompts.items()
     }
     for name in set(kept) - {"train"}:
         shared = len(kept["train"] & kept[name])

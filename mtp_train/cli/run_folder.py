@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,9 @@ class RunFolder:
 
     def features(self, name: str) -> Path:
         return self.root / "precompute" / name
+
+    def corpus(self, name: str) -> Path:
+        return self.root / "precompute" / f"{name}.text"
 
     @property
     def head(self) -> Path:
@@ -75,19 +78,19 @@ def run_stage(
     ranks: Ranks | None = None,
     *,
     keeps: bool = False,
-    needs: Sequence[Path] = (),
+    whole: Callable[[], bool] = lambda: True,
 ) -> None:
     """Run `work` unless the stage is done with these inputs; `work` returns what its outputs are (a digest's input).
 
     What other inputs left in the stage's folder is not mixed in: a finished stage is set aside as `<stage>.before`
     (in the place of an older one), a half-done one is removed, unless the stage knows what of it may stay (`keeps`).
-    A stage whose outputs (`needs`) are gone is not done.
+    A stage whose outputs are gone (not `whole`) is not done.
     """
     place, ranks = folder.stage(name), ranks or Ranks()
     require_writable(place)
     wanted = digest(inputs)
     stamp, begun = place / STAMP, place / BEGUN
-    done = _inputs(stamp) == wanted and all(path.exists() for path in needs)
+    done = _inputs(stamp) == wanted and whole()
     ranks.wait()
     if done:
         say(f"{name}: done before, inputs unchanged")

@@ -12,9 +12,10 @@ from mtp_train.checkpoint.heads import TENSORS
 from mtp_train.cli.job import PRECISIONS, Job
 from mtp_train.cli.main import guarded
 from mtp_train.cli.run_folder import run_stage
-from mtp_train.core.dist import current_ranks
+from mtp_train.core.dist import launched_ranks
 from mtp_train.core.provenance import file_digest
 from mtp_train.heads.mtp import MtpConfig, build
+from mtp_train.models.target import Target
 from mtp_train.store.checks import verify_files
 from mtp_train.store.shards import FeatureStore
 from mtp_train.train.loop import TrainConfig, train
@@ -31,19 +32,19 @@ def stage(job: Job) -> None:
         job.target_inputs,
         job.config["precision"],
     ]
-    ranks = current_ranks(job.device == "cpu")
+    ranks = launched_ranks()
     run_stage(
         job.folder,
         "train",
         inputs,
         lambda: _work(job, config, head_config),
         ranks,
-        needs=[job.folder.head / TENSORS],
+        whole=(job.folder.head / TENSORS).is_file,
     )
 
 
 def _work(job: Job, config: TrainConfig, head_config: MtpConfig) -> Any:
-    features, held_out = (FeatureStore(job.folder.features(name)) for name in ("train", "heldout"))
+    features, held_out = (FeatureStore(job.features(name), [Target.state]) for name in ("train", "heldout"))
     for store in (features, held_out):
         verify_files(store)
     out = job.folder.stage("train")

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 
 def progress(
-    total: int, what: str, unit: str, *, initial: int = 0, shown: bool = True
+    total: int | None, what: str, unit: str, *, initial: int = 0, shown: bool = True
 ) -> tqdm[Any]:
     """A bar that shows rate and time left; on a file instead of a terminal it prints a line now and then."""
     interval = 0.2 if sys.stderr.isatty() else 15.0
@@ -21,7 +21,7 @@ def progress(
         disable=not shown,
         mininterval=interval,
         dynamic_ncols=True,
-        unit_scale=total > 20_000,
+        unit_scale=(total or 0) > 20_000,
     )
 
 

@@ -80,3 +80,28 @@ class Accounting:
             "examples": dict(self.examples),
             "notes": dict(self.notes),
         }
+
+
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A target's dimensions, from its config."""
+
+    parameters: int
+    hidden: int
+    intermediate: int
+    layers: int
+    vocabulary: int
+    dtype: str
+
+    @property
+    def width(self) -> int:
+        """Bytes of one number."""
+        return BYTES[self.dtype]
+
+    @property
+    def block_parameters(self) -> int:
+        """Of one decoder layer, the embeddings counted out: what a one-layer head holds, roughly."""
+        return max(self.parameters - 2 * self.vocabulary * self.hidden, 0) // self.layers

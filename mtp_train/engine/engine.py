@@ -16,7 +16,6 @@ Shapes: T rows, B sequences, K drafts, R = K + 1 verified rows, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -29,7 +28,7 @@ from mtp_train.core.errors import UserError
 from mtp_train.engine.clock import Clock
 from mtp_train.engine.pages import PageAllocator
 from mtp_train.engine.propose import Carry, Draft, NoProposer, Proposer, choose
-from mtp_train.engine.sampling import Sampling, probabilities
+from mtp_train.engine.sampling import Randomness, Sampling, probabilities
 from mtp_train.engine.sequences import Completion, DraftStep, Request, Sequence
 from mtp_train.engine.verify import verify_greedy, verify_sampled
 from mtp_train.models.target import Target
@@ -106,17 +105,44 @@ class Engine:
         A request that can't run (empty or too long a prompt, a token outside the vocabulary) is refused alone:
         its completion says why. `stats` holds the call's times.
         """
-        run = _Run(self, sampling or Sampling())
-        order = [request.key for request in run.queue(requests)]
-        begin = time.perf_counter()
+        listed = list(requests)
+        if len({request.key for request in listed}) != len(listed):
+            raise UserError(
+                "request keys must be unique",
+                f"{len(listed)} requests with repeated keys",
+                "number them",
+            )
+        waiting = iter(listed)
         done: dict[str, Completion] = {}
-        for completion in run.completions():
+
+        def finish(completion: Completion) -> None:
             done[completion.key] = completion
             if on_finish:
                 on_finish(completion)
-        tokens = sum(len(completion.tokens) for completion in done.values())
+
+        self.serve(lambda: next(waiting, None), finish, sampling)
+        return [done[request.key] for request in listed]
+
+    @torch.inference_mode()
+    def serve(
+        self,
+        source: Callable[[], Request | None],
+        on_finish: Callable[[Completion], None],
+        sampling: Sampling | None = None,
+    ) -> None:
+        """Complete requests as `source` gives them, and hand each completion to `on_finish`; nothing is kept.
+
+        `source` is asked whenever there is room. None means that there is no request now: it is asked again after
+        the next completion, which may bring one (the next turn of a conversation), and the call ends when nothing
+        runs. Keys must be unique among the requests that run at once. `stats` holds the call's times.
+        """
+        run = _Run(self, source, sampling or Sampling())
+        begin = time.perf_counter()
+        tokens = 0
+        for completion in run.completions():
+            tokens += len(completion.tokens)
+            on_finish(completion)
         self.stats = RunStats(time.perf_counter() - begin, run.clock.seconds, tokens, run.steps)
-        return [done[key] for key in order]
 
     @property
     def limit(self) -> int:
@@ -130,7 +156,7 @@ class Engine:
         if not request.prompt:
             return "an empty prompt has no state to continue from"
         if len(request.prompt) >= limit:
-            return f"prompt of {len(request.prompt)} tokens leaves no room below {limit} positions"
+            return f"the prompt leaves no room below {limit} positions"
         if request.max_new_tokens < 1:
             return f"max_new_tokens is {request.max_new_tokens}, it must be 1 or more"
         if min(request.prompt) < 0 or max(request.prompt) >= self.target.vocab_size:
@@ -141,34 +167,26 @@ class Engine:
 
 
 class _Run:
-    """One `generate` call: the queue, the running batch, and what the proposer carries for it."""
+    """One `serve` call: who waits, the running batch, and what the proposer carries for it."""
 
-    def __init__(self, engine: Engine, sampling: Sampling) -> None:
+    def __init__(
+        self, engine: Engine, source: Callable[[], Request | None], sampling: Sampling
+    ) -> None:
         self.engine = engine
         self.target = engine.target
         self.proposer = engine.proposer
         self.sampling = sampling
         self.generator = torch.Generator(engine.target.device).manual_seed(sampling.seed)
         self.clock = Clock()
-        self.waiting: deque[Request] = deque()
+        self.source = source
+        self.waiting: Request | None = None  # taken from the source, not yet let in
         self.running: list[Sequence] = []
+        self.generators: dict[str, torch.Generator] = {}  # of running requests with a seed
         self.carry: Carry | None = None
         self.steps = 0
 
-    def queue(self, requests: Iterable[Request]) -> list[Request]:
-        """Take in the requests; their keys must be unique."""
-        listed = list(requests)
-        if len({request.key for request in listed}) != len(listed):
-            raise UserError(
-                "request keys must be unique",
-                f"{len(listed)} requests with repeated keys",
-                "number them",
-            )
-        self.waiting.extend(listed)
-        return listed
-
     def completions(self) -> Iterable[Completion]:
-        while self.waiting or self.running:
+        while self._next() or self.running:
             yield from self._refused()
             self._admit()
             yield from self._retire()
@@ -178,9 +196,15 @@ class _Run:
 
     # --- scheduling -------------------------------------------------------------------------------------------
 
+    def _next(self) -> Request | None:
+        """The request that is next in line; it stays there."""
+        if self.waiting is None:
+            self.waiting = self.source()
+        return self.waiting
+
     def _refused(self) -> Iterable[Completion]:
-        while self.waiting and (reason := self.engine.refusal(self.waiting[0], self.sampling)):
-            request = self.waiting.popleft()
+        while (request := self._next()) and (reason := self.engine.refusal(request, self.sampling)):
+            self.waiting = None
             yield Completion(request.key, request.prompt, (), f"refused: {reason}")
 
     def _admit(self) -> None:
@@ -188,8 +212,8 @@ class _Run:
         config = self.engine.config
         joining: list[Sequence] = []
         rows = 0
-        while self.waiting and len(self.running) + len(joining) < config.max_batch:
-            request = self._bounded(self.waiting[0])
+        while len(self.running) + len(joining) < config.max_batch and (waiting := self._next()):
+            request = self._bounded(waiting)
             need = len(request.prompt) + request.max_new_tokens + self.proposer.drafts
             full = rows and rows + len(request.prompt) > config.prefill_rows
             if (
@@ -198,7 +222,10 @@ class _Run:
                 or not self.engine.pages.fits(need)
             ):
                 break
-            self.waiting.popleft()
+            self.waiting = None
+            if request.seed is not None:
+                generator = torch.Generator(self.target.device).manual_seed(request.seed)
+                self.generators[request.key] = generator
             rows += len(request.prompt)
             joining.append(
                 Sequence(request, self.engine.pages.allocate(need), list(request.prompt))
@@ -222,6 +249,7 @@ class _Run:
         self.running = [self.running[index] for index in keep]
         for sequence in finished:
             self.engine.pages.release(sequence.pages)
+            self.generators.pop(sequence.request.key, None)
             yield sequence.complete()
 
     # --- one batch --------------------------------------------------------------------------------------------
@@ -236,7 +264,7 @@ class _Run:
             state_TD = self._target_rows(token_T, plan)
             logits_BV = self.target.logits(state_TD[last_B])
         with self.clock("sampling"):
-            first_B, _ = choose(logits_BV, self.sampling, self.generator)
+            first_B, _ = choose(logits_BV, self.sampling, self._random(joining))
         first_B = self._scripted(first_B.unsqueeze(1), joining).squeeze(1)
         carry = self.proposer.observe(
             self.engine.cache,
@@ -285,7 +313,12 @@ class _Run:
             for step in range(self.proposer.drafts - 1)
         ]
         return self.proposer.propose(
-            self.engine.cache, plans, self.carry, self.sampling, self.generator, self.clock
+            self.engine.cache,
+            plans,
+            self.carry,
+            self.sampling,
+            self._random(self.running),
+            self.clock,
         )
 
     def _verify(
@@ -295,7 +328,12 @@ class _Run:
             return verify_greedy(draft_BK, self._scripted(logits_BRV.argmax(dim=-1), self.running))
         target_p = probabilities(logits_BRV, self.sampling.temperature)
         draft_p = target_p[:, :0] if draft is None or draft.p_BKV is None else draft.p_BKV
-        return verify_sampled(draft_BK, draft_p, target_p, self.generator)
+        return verify_sampled(draft_BK, draft_p, target_p, self._random(self.running))
+
+    def _random(self, sequences: list[Sequence]) -> Randomness:
+        if not self.generators:
+            return self.generator
+        return [self.generators.get(item.request.key, self.generator) for item in sequences]
 
     def _scripted(self, choice_BR: Tensor, sequences: list[Sequence]) -> Tensor:
         """The target's choices, with scripts in their place where requests have any."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mtp_train.attention.paged import BatchPlan, PagedContext, PagedKV
 from mtp_train.engine.clock import Clock
-from mtp_train.engine.sampling import Sampling, draw, probabilities
+from mtp_train.engine.sampling import Randomness, Sampling, draw, probabilities
 from mtp_train.models.target import Target
 
 
@@ -69,7 +69,7 @@ class Proposer(Protocol):
         plans: list[BatchPlan],
         carry: Carry | None,
         sampling: Sampling,
-        generator: torch.Generator,
+        random: Randomness,
         clock: Clock,
     ) -> Draft:
         """Draft K tokens per sequence. plans[s] holds the row of draft step s+1 (K-1 plans)."""
@@ -99,7 +99,7 @@ class NoProposer:
         plans: list[BatchPlan],
         carry: Carry | None,
         sampling: Sampling,
-        generator: torch.Generator,
+        random: Randomness,
         clock: Clock,
     ) -> Draft:
         raise AssertionError("a plain engine never asks for drafts")
@@ -137,7 +137,7 @@ class ChainProposer:
         plans: list[BatchPlan],
         carry: Carry | None,
         sampling: Sampling,
-        generator: torch.Generator,
+        random: Randomness,
         clock: Clock,
     ) -> Draft:
         assert carry is not None, "observe before propose"
@@ -145,7 +145,7 @@ class ChainProposer:
         state_BD, logits_BV = carry.state_BD, carry.logits_BV
         for step in range(self.drafts):
             with clock("sampling"):
-                token_B, p_BV = choose(logits_BV, sampling, generator)
+                token_B, p_BV = choose(logits_BV, sampling, random)
             tokens.append(token_B)
             dists.append(p_BV)
             if step == self.drafts - 1:
@@ -166,10 +166,10 @@ class ChainProposer:
 
 
 def choose(
-    logits_BV: Tensor, sampling: Sampling, generator: torch.Generator
+    logits_BV: Tensor, sampling: Sampling, random: Randomness
 ) -> tuple[Tensor, Tensor | None]:
     """A token per sequence [B], and the distribution it was drawn from [B, V] unless greedy."""
     if sampling.greedy:
         return logits_BV.argmax(dim=-1), None
     p_BV = probabilities(logits_BV, sampling.temperature)
-    return draw(p_BV, generator), p_BV
+    return draw(p_BV, random), p_BV

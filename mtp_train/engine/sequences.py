@@ -13,6 +13,8 @@ class Request:
         script: a continuation that stands in for the target's greedy choices. The engine then measures what it would
             have drafted along a text that another engine wrote: two bfloat16 engines part at near-ties, and counters
             of different texts can't be compared closely.
+        seed: of the request's own random draws, which then don't depend on the batch that it runs in; without one it
+            shares the run's.
     """
 
     key: str
@@ -20,6 +22,7 @@ class Request:
     max_new_tokens: int
     stop_tokens: frozenset[int] = frozenset()
     script: tuple[int, ...] = ()
+    seed: int | None = None
 
 
 @dataclass(frozen=True)

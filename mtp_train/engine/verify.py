@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mtp_train.engine.sampling import draw
+from mtp_train.engine.sampling import Randomness, draw, uniform_like
 
 
 def verify_greedy(draft_BK: Tensor, choice_BR: Tensor) -> tuple[Tensor, Tensor]:
@@ -22,7 +22,7 @@ def verify_greedy(draft_BK: Tensor, choice_BR: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def verify_sampled(
-    draft_BK: Tensor, draft_p_BKV: Tensor, target_p_BRV: Tensor, generator: torch.Generator
+    draft_BK: Tensor, draft_p_BKV: Tensor, target_p_BRV: Tensor, random: Randomness
 ) -> tuple[Tensor, Tensor]:
     """Speculative sampling: the output is distributed exactly as the target's (arXiv 2211.17192, algorithm 1).
 
@@ -32,15 +32,14 @@ def verify_sampled(
     index = draft_BK.unsqueeze(-1)
     p_BK = target_p_BRV[:, :-1].gather(2, index).squeeze(-1)
     q_BK = draft_p_BKV.gather(2, index).squeeze(-1)
-    uniform = torch.rand(p_BK.shape, generator=generator, device=p_BK.device)
-    accepted_B = leading(uniform * q_BK < p_BK)
+    accepted_B = leading(uniform_like(p_BK, random) * q_BK < p_BK)
     row = accepted_B.view(-1, 1, 1)
     p_BV = target_p_BRV.gather(1, row.expand(-1, 1, target_p_BRV.shape[-1])).squeeze(1)
     q_BRV = torch.cat(
         [draft_p_BKV, torch.zeros_like(target_p_BRV[:, :1])], dim=1
     )  # nothing was drafted for the bonus
     q_BV = q_BRV.gather(1, row.expand(-1, 1, q_BRV.shape[-1])).squeeze(1)
-    return accepted_B, draw((p_BV - q_BV).clamp(min=0), generator)
+    return accepted_B, draw((p_BV - q_BV).clamp(min=0), random)
 
 
 def leading(flag_BK: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtp_train.core.errors import UserError
+from mtp_train.core.records import Sizes
 
-BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 TEXT = 4 + 1  # bytes per token: int32 id, uint8 mask
 INDEX = 4 + 4 + 8  # bytes per sequence: two lengths in the index, an offset in the shard
 # Of the raw bytes: lossless as measured on SmolLM2's post-norm states (docs/benchmarks); fp8 by construction.
@@ -21,28 +21,6 @@ CODEC_RATIO = {"raw": 1.0, "lossless": 0.65, "fp8": 0.5}
 ADAM = 4 * 4  # float32 parameter, gradient and two moments
 LOSS_BUFFERS = 6  # [chunk, V] in float32 at a time
 LOSS_CHUNK = 256
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """A target's dimensions, from its config."""
-
-    parameters: int
-    hidden: int
-    intermediate: int
-    layers: int
-    vocabulary: int
-    dtype: str
-
-    @property
-    def width(self) -> int:
-        """Bytes of one number."""
-        return BYTES[self.dtype]
-
-    @property
-    def block_parameters(self) -> int:
-        """Of one decoder layer, the embeddings counted out: what a one-layer head holds, roughly."""
-        return max(self.parameters - 2 * self.vocabulary * self.hidden, 0) // self.layers
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ A source of its own for each implementation of the target; all are held to the s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +19,19 @@ from mtp_train.models.target import Target, eagle3_states, layer_of
 from mtp_train.precompute.gate import GateResult, check_choices
 
 EAGLE3 = "eagle3"  # stands for three auxiliary layers
+
+
+@dataclass(frozen=True)
+class VllmConfig:
+    """Where vLLM is and how it runs.
+
+    Attributes:
+        python: the interpreter of an environment that holds vLLM; empty: our engine captures the states.
+        engine: further arguments of vLLM's `LLM`, such as tensor_parallel_size.
+    """
+
+    python: str = ""
+    engine: dict[str, Any] = field(default_factory=dict)
 
 
 class StateSource(Protocol):

@@ -28,7 +28,7 @@ from mtp_train.core.progress import progress, say
 from mtp_train.core.records import TokenizedConversation
 from mtp_train.engine.clock import Clock
 from mtp_train.precompute.gate import GateResult, check_rows, check_stored
-from mtp_train.precompute.sources import StateSource
+from mtp_train.precompute.sources import StateSource, VllmConfig
 from mtp_train.store.codecs import find_codec
 from mtp_train.store.corpus import lengths_of, sequences_digest
 from mtp_train.store.index import shard_name
@@ -37,6 +37,7 @@ from mtp_train.store.places import Place, join
 from mtp_train.store.shards import encode_shard, finish_store, open_shard, write_shard
 
 NOTE = "contract.json"
+SPEED = "speed.json"  # what the last run measured, for plans
 GATE_ROWS = 128  # of a sequence that the gate looks at; whole sequences in every WHOLE-th shard
 WHOLE = 16
 WHOLE_ROWS = 4096  # of a longer one, its beginning
@@ -53,6 +54,8 @@ class PrecomputeConfig:
         rows_per_forward: row budget of one packed prefill.
         gate_sequences: sequences per shard whose choices are compared with the engine's.
         tensor_parallel: ranks that hold one target together; groups of ranks work side by side.
+        out: folder or fsspec address for the features (s3://...); empty: the run folder.
+        vllm: an environment with vLLM that captures the states in our engine's place.
     """
 
     states: list[str] = field(default_factory=lambda: ["post_norm"])
@@ -61,6 +64,8 @@ class PrecomputeConfig:
     rows_per_forward: int = 2048
     gate_sequences: int = 2
     tensor_parallel: int = 1
+    out: str = ""
+    vllm: VllmConfig = field(default_factory=VllmConfig)
 
     def __post_init__(self) -> None:
         find_codec(self.codec)

@@ -13,9 +13,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor
@@ -25,22 +23,9 @@ from mtp_train.core.records import TokenizedConversation
 from mtp_train.models.readout import Readout
 from mtp_train.models.target import POST_NORM, layer_of
 from mtp_train.precompute.gate import PIECE, GateResult, compare_logits, compare_states
-from mtp_train.precompute.sources import expand_states
+from mtp_train.precompute.sources import VllmConfig, expand_states
 
 PROGRAM = Path(__file__).parent / "vllm_side" / "mtp_train_vllm_states.py"
-
-
-@dataclass(frozen=True)
-class VllmConfig:
-    """Where vLLM is and how it runs.
-
-    Attributes:
-        python: the interpreter of an environment that holds vLLM; empty: our engine captures the states.
-        engine: further arguments of vLLM's `LLM`, such as tensor_parallel_size.
-    """
-
-    python: str = ""
-    engine: dict[str, Any] = field(default_factory=dict)
 
 
 class VllmStates:

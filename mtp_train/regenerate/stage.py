@@ -1,28 +1,28 @@
-"""Answer prompts with the target, batched in the engine; each answer is kept as token ids.
+"""Answer prompts with the target, turn by turn; each answer is kept as token ids, in a row of its own.
 
-Answers go to a journal as they end. A run that was killed goes on with the prompts that the journal lacks; the
-finished file holds every prompt once, in the source's order: answered + refused = input.
+Answers go to a journal as they end. A run that was killed goes on with the turns that the journal lacks; the finished
+file holds the answers in the source's order. Of every conversation: success + skipped + error = input.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from mtp_train.core.errors import UserError
 from mtp_train.core.progress import progress, say
-from mtp_train.core.provenance import write_text
-from mtp_train.core.records import Accounting, Conversation
-from mtp_train.engine.engine import Engine
+from mtp_train.core.provenance import atomic_path
+from mtp_train.core.records import Accounting
 from mtp_train.engine.sampling import Sampling
 from mtp_train.engine.sequences import Completion, Request
-from mtp_train.models.target import stop_tokens
-from mtp_train.text.sources import read_conversations, read_rows
+from mtp_train.regenerate.dialogue import Dialogue, require_renderable
+from mtp_train.regenerate.journal import Journal
+from mtp_train.regenerate.prompts import Plan, read_plans
+from mtp_train.text.sources import read_sources
 from mtp_train.text.template import ChatTemplate
 
 
@@ -31,26 +31,46 @@ class RegenerateConfig:
     """How answers are made.
 
     Attributes:
-        prompts: name of the set -> JSON-lines file.
+        prompts: name of the set -> a source or a list of them (see text.sources.SourceConfig).
         limits: name of the set -> use only its first rows (0 or absent: all).
         max_new_tokens: longest answer.
         temperature: 0 is greedy.
+        seed: of sampled answers.
+        server: address of an OpenAI-compatible server that answers in our engine's place; empty for our engine.
+        model: its name there; empty if the server has one model.
+        concurrency: requests in flight at the server.
+        timeout: seconds for one of its answers.
+        retries: further attempts at a request that failed there.
     """
 
-    prompts: dict[str, str]
+    prompts: dict[str, Any]
     limits: dict[str, int]
     max_new_tokens: int = 256
     temperature: float = 0.0
     seed: int = 0
+    server: str = ""
+    model: str = ""
+    concurrency: int = 32
+    timeout: float = 600.0
+    retries: int = 5
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise UserError(
-                "regenerate.max_new_tokens must be 1 or more", self.max_new_tokens, "raise it"
-            )
+        for name, least in (("max_new_tokens", 1), ("concurrency", 1), ("retries", 0)):
+            if getattr(self, name) < least:
+                raise UserError(
+                    f"regenerate.{name} must be {least} or more", getattr(self, name), "raise it"
+                )
         if self.temperature < 0:
             raise UserError(
                 "regenerate.temperature must be 0 or more", self.temperature, "raise it"
+            )
+        if self.timeout <= 0:
+            raise UserError("regenerate.timeout must be above 0", self.timeout, "raise it")
+        if self.server and not self.server.startswith(("http://", "https://")):
+            raise UserError(
+                "regenerate.server must begin with http:// or https://",
+                self.server,
+                "write it as http://host:8000/v1",
             )
         if any(limit < 0 for limit in self.limits.values()):
             raise UserError(
@@ -58,112 +78,136 @@ class RegenerateConfig:
             )
 
 
+class Answerer(Protocol):
+    """Our engine, or a server."""
+
+    def serve(
+        self,
+        source: Callable[[], Request | None],
+        on_finish: Callable[[Completion], None],
+        sampling: Sampling | None = None,
+    ) -> None: ...
+
+
+@dataclass
+class Outcome:
+    """What became of a set's conversations: used and repaired ones are a success, refused ones are skipped."""
+
+    accounting: Accounting = field(default_factory=Accounting)
+    errors: dict[str, int] = field(default_factory=dict)  # reason -> conversations
+    answers: dict[str, int] = field(default_factory=dict)  # how answers ended -> answers
+
+    def as_dict(self) -> dict[str, object]:
+        skipped, error = sum(self.accounting.refused.values()), sum(self.errors.values())
+        counts = {
+            "input": self.accounting.total + error,
+            "success": self.accounting.total - skipped,
+            "skipped": skipped,
+            "error": error,
+            "answers": dict(self.answers),
+            "errors": dict(self.errors),
+        }
+        return counts | {
+            key: value for key, value in self.accounting.as_dict().items() if key not in counts
+        }
+
+
 def regenerate(
-    engine: Engine,
+    answerer: Answerer,
     tokenizer: PreTrainedTokenizerBase,
+    stop: frozenset[int],
     config: RegenerateConfig,
     name: str,
     out: Path,
-) -> Accounting:
-    """Answer the prompts of set `name` into `out`; returns what became of them."""
-    accounting = Accounting()
-    conversations = read_conversations(config.prompts[name], accounting)
-    limit = config.limits.get(name, 0) or len(conversations)
-    for conversation in conversations[limit:]:
-        accounting.used -= 1
-        accounting.refuse(f"beyond regenerate.limits.{name}", conversation.key)
-    template = ChatTemplate(tokenizer)
-    prompts = _prompts(template, conversations[:limit], accounting)
-    journal = out.with_suffix(".journal")
-    answered = _read_journal(journal) or _read_journal(out)  # a set may be whole already
-    by_key = {conversation.key: conversation for conversation, _ in prompts}
-    if len(by_key) != len(prompts):
+) -> Outcome:
+    """Answer the prompts of set `name` into `out`; returns what became of them.
+
+    Args:
+        stop: tokens that end an answer.
+    """
+    outcome, template = Outcome(), ChatTemplate(tokenizer)
+    limit_name = f"regenerate.limits.{name}"
+    plans = read_plans(
+        read_sources(config.prompts[name]),
+        config.limits.get(name, 0),
+        limit_name,
+        outcome.accounting,
+    )
+    if not plans:
         raise UserError(
-            "prompt ids must be unique", config.prompts[name], "give every row its own id"
+            "regenerate needs at least one prompt", outcome.as_dict(), "see the reasons"
         )
-    stop = stop_tokens(tokenizer, engine.target.path)
-    requests = [
-        Request(conversation.key, ids, config.max_new_tokens, stop)
-        for conversation, ids in prompts
-        if conversation.key not in answered
-    ]
-    if answered:
-        say(f"regenerate {name}: {len(answered)} answers found, {len(requests)} to go")
-    with (
-        open(journal, "a", encoding="utf-8") as file,
-        progress(len(prompts), f"regenerate {name}", "prompt", initial=len(answered)) as bar,
-    ):
+    require_renderable(template, plans)
+    journal = Journal(out.with_suffix(".journal"), out)
+    try:
+        failed = _converse(answerer, template, stop, config, name, plans, journal)
+        for plan in plans:
+            _count(plan, journal, failed.get(plan.conversation.key, ""), outcome)
+        outcome.answers = dict(sorted(journal.finishes.items()))
+        if not len(journal):
+            raise UserError(
+                "at least one prompt must be answered",
+                outcome.as_dict(),
+                "mend what the reasons name",
+            )
+        _write(out, plans, journal)
+    finally:
+        journal.close()
+    journal.path.unlink()
+    return outcome
 
-        def keep(completion: Completion) -> None:
-            row = _row(by_key[completion.key], completion)
-            answered[completion.key] = row
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            file.flush()
-            bar.update()
 
-        engine.generate(requests, Sampling(config.temperature, config.seed), on_finish=keep)
-    kept = []
-    for conversation, _ in prompts:
-        row = answered[conversation.key]
-        if row["finish"].startswith("refused"):
-            accounting.used -= 1
-            accounting.refuse(row["finish"], conversation.key)
+def _converse(
+    answerer: Answerer,
+    template: ChatTemplate,
+    stop: frozenset[int],
+    config: RegenerateConfig,
+    name: str,
+    plans: Sequence[Plan],
+    journal: Journal,
+) -> dict[str, str]:
+    """Hold the conversations that the journal lacks; returns why some ended early."""
+    total = sum(len(plan.turns) for plan in plans)
+    if len(journal):
+        say(f"regenerate {name}: {len(journal)} answers found, {total - len(journal)} to go")
+    with progress(total, f"regenerate {name}", "answer", initial=len(journal)) as bar:
+        dialogue = Dialogue(
+            template,
+            plans,
+            journal,
+            bar,
+            max_new_tokens=config.max_new_tokens,
+            stop=stop,
+            seed=config.seed,
+        )
+        answerer.serve(
+            dialogue.next, dialogue.finish, Sampling(config.temperature, seed=config.seed)
+        )
+    return dialogue.failed
+
+
+def _count(plan: Plan, journal: Journal, failure: str, outcome: Outcome) -> None:
+    """Account for a conversation, once."""
+    kind, _, reason = failure.partition(": ")
+    if not failure:
+        if plan.repair:
+            outcome.accounting.repair(plan.repair)
         else:
-            kept.append(row)
-    if not kept:
-        raise UserError(
-            "at least one prompt must be answered", accounting.refused, "mend what the reasons name"
-        )
-    write_text(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
-    journal.unlink(missing_ok=True)
-    return accounting
+            outcome.accounting.used += 1
+    elif plan.key(0) in journal:
+        outcome.accounting.repair(f"ended early, the turns before are kept: {reason}")
+    elif kind == "error":
+        outcome.errors[reason] = outcome.errors.get(reason, 0) + 1
+        outcome.accounting.examples.setdefault(reason, plan.conversation.key)
+    else:
+        outcome.accounting.refuse(reason, plan.conversation.key)
 
 
-def _prompts(
-    template: ChatTemplate, conversations: Sequence[Conversation], accounting: Accounting
-) -> list[tuple[Conversation, tuple[int, ...]]]:
-    """Each conversation up to the reply that the target is to give, and its token ids as serving sends them."""
-    found: list[tuple[Conversation, tuple[int, ...]]] = []
-    for conversation in conversations:
-        messages = conversation.messages
-        while messages and messages[-1]["role"] == "assistant":
-            messages = messages[:-1]
-        accounting.used -= 1
-        if not messages:
-            accounting.refuse("nothing to answer before the assistant's turn", conversation.key)
-            continue
-        try:
-            ids = tuple(template.prompt(messages))
-        except UserError as error:
-            accounting.refuse(f"the chat template fails: {error.received}", conversation.key)
-            continue
-        if messages == conversation.messages:
-            accounting.used += 1
-        else:
-            accounting.repair("the given last reply is dropped: the target writes its own")
-        found.append((replace(conversation, messages=messages), ids))
-    if not found:
-        raise UserError(
-            "regenerate needs at least one prompt", accounting.as_dict(), "see the reasons"
-        )
-    return found
-
-
-def _row(conversation: Conversation, completion: Completion) -> dict[str, Any]:
-    return {
-        "id": conversation.key,
-        "category": conversation.category,
-        "messages": list(conversation.messages),
-        "prompt_ids": list(completion.prompt),
-        "output_ids": list(completion.tokens),
-        "finish": completion.finish,
-    }
-
-
-def _read_journal(path: Path) -> dict[str, dict[str, Any]]:
-    """Answers of an earlier, killed run. A last line cut short by the kill is dropped and answered again."""
-    if not path.is_file():
-        return {}
-    rows = [row for _, row in read_rows(path) if isinstance(row, dict)]
-    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    return {row["id"]: row for row in rows}
+def _write(out: Path, plans: Sequence[Plan], journal: Journal) -> None:
+    """The answers in the source's order."""
+    with atomic_path(out) as temporary, open(temporary, "wb") as file:
+        for plan in plans:
+            for turn in range(len(plan.turns)):
+                if plan.key(turn) not in journal:
+                    break
+                file.write(journal.line(plan.key(turn)))

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from mtp_train.core.errors import UserError
+from mtp_train.core.provenance import digest, file_digest
 
 HUB = "hub:"
 TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -91,6 +92,21 @@ def find_files(path: str) -> list[Path]:
             f"name a file, a glob, a folder with {', '.join(TEXT_SUFFIXES + TABLE_SUFFIXES)} files, or hub:NAME",
         )
     return found
+
+
+def content_digest(path: str) -> str:
+    """Digest of the bytes that `read_source` reads; of a hub's data set, its name."""
+    if path.startswith(HUB):
+        return path
+    at = Path(path)
+    found = [at] if _is_saved(at) else find_files(path)
+    files = [
+        file
+        for item in found
+        for file in (sorted(item.rglob("*")) if item.is_dir() else [item])
+        if file.is_file()
+    ]
+    return digest([file_digest(file) for file in files])
 
 
 def _has_rows(file: Path) -> bool:

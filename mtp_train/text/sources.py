@@ -7,15 +7,16 @@ for the target to read. Both stream: what is held is the row at hand and the key
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from mtp_train.core.errors import UserError
+from mtp_train.core.provenance import digest
 from mtp_train.core.records import Accounting, Conversation, TokenizedConversation
-from mtp_train.text.files import Fault, Row, read_rows, read_source
+from mtp_train.text.files import Fault, Row, content_digest, read_rows, read_source
 from mtp_train.text.forms import FORMS, Ids, read_form
 from mtp_train.text.lengths import LengthPolicy, apply_length, count_windows
 from mtp_train.text.mix import mix
@@ -25,11 +26,16 @@ from mtp_train.text.turns import read_tools, read_turns
 
 __all__ = [
     "Answer",
+    "DataConfig",
     "SourceConfig",
+    "answers",
+    "asked",
     "conversations",
     "read_answers",
     "read_conversations",
     "read_rows",
+    "read_sources",
+    "sources_digest",
     "tokenized",
 ]
 
@@ -79,6 +85,62 @@ class SourceConfig:
 
 
 @dataclass(frozen=True)
+class DataConfig:
+    """Data whose own replies are trained, and how all text is fitted.
+
+    Attributes:
+        sets: name of the set (train, heldout) -> a source or a list of them; a source is a path or the fields of
+            `SourceConfig`. What `regenerate` wrote for the set comes first.
+        strict: refuse rows that would be repaired.
+        seed: of the mix of weighted sources.
+        length, max_tokens, context: of regenerated answers, and of sources that don't say it themselves.
+    """
+
+    sets: dict[str, Any] = field(default_factory=dict)
+    strict: bool = False
+    seed: int = 0
+    length: str = "refuse"
+    max_tokens: int = 4096
+    context: int = 512
+
+    def __post_init__(self) -> None:
+        for name in self.sets:
+            self.sources(name)
+
+    @property
+    def policy(self) -> LengthPolicy:
+        return LengthPolicy(self.length, self.max_tokens, self.context)
+
+    def sources(self, name: str) -> list[SourceConfig]:
+        """The set's sources; none if it isn't named."""
+        defaults = {"length": self.length, "max_tokens": self.max_tokens, "context": self.context}
+        return read_sources(self.sets.get(name) or [], defaults)
+
+
+def read_sources(value: Any, defaults: dict[str, Any] | None = None) -> list[SourceConfig]:
+    """Sources from configuration: a path, the fields of one, or a list of either."""
+    listed = value if isinstance(value, list) else [value]
+    known = {item.name for item in fields(SourceConfig)}
+    found = []
+    for item in listed:
+        named = {"path": item} if isinstance(item, str) else item
+        if not isinstance(named, dict) or "path" not in named or not set(named) <= known:
+            raise UserError(
+                "a source must be a path or fields among " + ", ".join(sorted(known)),
+                item,
+                "name at least its path",
+            )
+        found.append(SourceConfig(**(defaults or {}) | named))
+    return found
+
+
+def sources_digest(sources: Sequence[SourceConfig]) -> str:
+    """Digest of the sources' content and settings, whatever the files are called and wherever they lie."""
+    settings = [asdict(source) | {"path": content_digest(source.path)} for source in sources]
+    return digest(settings)
+
+
+@dataclass(frozen=True)
 class Parsed:
     """A row that was read: a chat or token ids, and the repairs it took."""
 
@@ -96,13 +158,30 @@ def conversations(
     Raises:
         UserError: a source is not there, or has no usable row.
     """
+    for conversation, rules, place in asked(sources, accounting, strict=strict, seed=seed):
+        if rules:
+            accounting.repair(rules, place)
+        else:
+            accounting.used += 1
+        yield conversation
+
+
+def asked(
+    sources: Sequence[SourceConfig], accounting: Accounting, *, strict: bool = False, seed: int = 0
+) -> Iterator[tuple[Conversation, str, str]]:
+    """Like `conversations`, with the repairs that each one took ("" if none) and its place, for a caller who counts
+    what becomes of it: only refusals are counted here.
+    """
     found = [0] * len(sources)
     for parsed in _parse(sources, accounting, seed, prompts=True):
+        rules = "; ".join(parsed.rules)
         if isinstance(parsed.item, TokenizedConversation):
             accounting.refuse("token ids without messages", parsed.place)
-        elif _account(accounting, parsed, parsed.rules, strict):
+        elif rules and strict:
+            accounting.refuse(f"needs a repair: {rules}", parsed.place)
+        else:
             found[parsed.source] += 1
-            yield parsed.item
+            yield parsed.item, rules, parsed.place
     _require_any(found, sources, accounting, "row")
 
 
@@ -252,7 +331,7 @@ def _tokenize(
         if isinstance(outcome, Refusal):
             return outcome
         records = outcome
-    return _fit_length(records, policy, rules)
+    return fit_lengths(records, policy, rules)
 
 
 def _ids_fault(record: TokenizedConversation, vocab_size: int) -> str:
@@ -261,7 +340,7 @@ def _ids_fault(record: TokenizedConversation, vocab_size: int) -> str:
     return "" if any(record.loss_mask) else "no trained token"
 
 
-def _fit_length(
+def fit_lengths(
     records: list[TokenizedConversation], policy: LengthPolicy, rules: list[str]
 ) -> tuple[list[TokenizedConversation], list[str], dict[str, int]] | Refusal:
     kept: list[TokenizedConversation] = []
@@ -311,9 +390,9 @@ def read_conversations(path: str | Path, accounting: Accounting) -> list[Convers
     return list(conversations([SourceConfig(str(path))], accounting))
 
 
-def read_answers(path: str | Path, accounting: Accounting) -> list[Answer]:
-    """The target's answers that `regenerate` wrote."""
-    found: list[Answer] = []
+def answers(path: str | Path, accounting: Accounting) -> Iterator[Answer]:
+    """The target's answers that `regenerate` wrote, in their order."""
+    found = 0
     for number, row in read_rows(path):
         if not isinstance(row, dict) or not set(row) >= ANSWER_KEYS:
             accounting.refuse("not a regenerated answer", f"{path}:{number}")
@@ -322,9 +401,12 @@ def read_answers(path: str | Path, accounting: Accounting) -> list[Answer]:
             accounting.refuse("empty answer", f"{path}:{number}")
             continue
         ids = tuple(row["prompt_ids"]), tuple(row["output_ids"])
-        found.append(
-            Answer(row["id"], row["category"], tuple(row["messages"]), *ids, row["finish"])
-        )
+        found += 1
         accounting.used += 1
-    _require_any([len(found)], [SourceConfig(str(path))], accounting, "answer")
-    return found
+        yield Answer(row["id"], row["category"], tuple(row["messages"]), *ids, row["finish"])
+    _require_any([found], [SourceConfig(str(path))], accounting, "answer")
+
+
+def read_answers(path: str | Path, accounting: Accounting) -> list[Answer]:
+    """All of them."""
+    return list(answers(path, accounting))

@@ -1,0 +1,201 @@
+"""`mtp-train plan`: disk, memory and hours of a configuration, before the target is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from mtp_train.cli.job import Job
+from mtp_train.core.errors import UserError
+from mtp_train.core.progress import say
+from mtp_train.models.sizes import target_sizes
+from mtp_train.precompute import estimate
+from mtp_train.core.records import Sizes
+from mtp_train.precompute.estimate import CODEC_RATIO, Workload, readable
+from mtp_train.precompute.sources import expand_states
+from mtp_train.precompute.stage import SPEED, PrecomputeConfig
+from mtp_train.store.corpus import Corpus
+from mtp_train.store.places import Place
+from mtp_train.train.loop import TrainConfig
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """What the estimate is about.
+
+    Attributes:
+        tokens: of the training set, where its text is not at hand (0: count the text).
+        ranks: that will share the work.
+        tokens_per_second: of one unit, as you measured it (0: what an earlier precompute of this run measured).
+        allow_shortfall: go on even if the features won't fit on the disk.
+    """
+
+    tokens: int = 0
+    ranks: int = 1
+    tokens_per_second: float = 0.0
+    allow_shortfall: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tokens < 0 or self.tokens_per_second < 0 or self.ranks < 1:
+            raise UserError(
+                "plan.tokens and tokens_per_second must be 0 or more, plan.ranks 1 or more",
+                (self.tokens, self.tokens_per_second, self.ranks),
+                "correct the override",
+            )
+
+
+def stage(job: Job) -> None:
+    plan: PlanConfig = job.section("plan", PlanConfig)
+    loads = [Workload("train", 0, plan.tokens)] if plan.tokens else workloads(job)
+    outlook = Outlook(job, plan, loads, plan.ranks)
+    outlook.show(Console())
+    outlook.require_disk()
+
+
+def announce(job: Job, plan: PlanConfig, text: Mapping[str, Corpus], ranks: int) -> None:
+    """The estimate in a line, and the check, before the target is loaded."""
+    loads = [
+        Workload(name, len(corpus), corpus.note.tokens) for name, corpus in text.items()
+    ]
+    outlook = Outlook(job, plan, loads, ranks)
+    time = outlook.hours()
+    say(
+        f"plan: {sum(load.tokens for load in loads)} tokens, {readable(outlook.need)} of features "
+        f"({outlook.config.codec}), {outlook.free_text}"
+        + (f", about {_duration(time)}" if time is not None else "")
+    )
+    outlook.require_disk()
+
+
+def workloads(job: Job) -> list[Workload]:
+    """The sets' text, tokenised if need be. Answers that the target has yet to write count as long as they may be."""
+    from mtp_train.cli.precompute import corpora
+    from mtp_train.cli.regenerate import asked_tokens
+
+    if job.config["regenerate"]["prompts"] and not job.folder.answers("train").is_file():
+        return [
+            Workload(name, sequences, tokens, bound=True)
+            for name, (sequences, tokens) in asked_tokens(job).items()
+        ]
+    return [
+        Workload(name, len(corpus), corpus.note.tokens) for name, corpus in corpora(job).items()
+    ]
+
+
+class Outlook:
+    """The figures of one configuration."""
+
+    def __init__(self, job: Job, plan: PlanConfig, loads: list[Workload], ranks: int) -> None:
+        self.job, self.plan, self.loads = job, plan, loads
+        self.config: PrecomputeConfig = job.section("precompute", PrecomputeConfig)
+        self.sizes: Sizes = target_sizes(job.target_config.path, job.target_config.dtype)
+        self.states = expand_states(self.config.states, self.sizes.layers)
+        self.units = max(ranks // self.config.tensor_parallel, 1)
+        self.places = [job.features(load.name) for load in loads]
+
+    @property
+    def need(self) -> int:
+        """Bytes of features that are not there yet."""
+        stored = estimate.stored_bytes([Path(p) for p in self.places if Place(p).local])
+        return max(self.disk(self.config.codec) - stored, 0)
+
+    @property
+    def free(self) -> int | None:
+        """Bytes free where the features go; None where that can't be known."""
+        place = self.places[0]
+        return estimate.free_bytes(Path(place)) if Place(place).local else None
+
+    @property
+    def free_text(self) -> str:
+        return "free space unknown" if self.free is None else f"{readable(self.free)} free"
+
+    def disk(self, codec: str) -> int:
+        count = len(self.states)
+        return sum(estimate.disk_bytes(load, self.sizes, count, codec) for load in self.loads)
+
+    def hours(self) -> float | None:
+        speed = self.speed()
+        tokens = sum(load.tokens for load in self.loads)
+        return estimate.hours(tokens, speed, self.units) if speed else None
+
+    def speed(self) -> float:
+        """Tokens per second of one unit: as configured, or as measured by this run's last precompute; 0 if neither."""
+        path = self.job.folder.stage("precompute") / SPEED
+        if not self.plan.tokens_per_second and path.is_file():
+            return float(json.loads(path.read_text())["tokens_per_second"])
+        return self.plan.tokens_per_second
+
+    def require_disk(self) -> None:
+        if self.free is not None:
+            place = Path(self.places[0])
+            estimate.require_disk(self.need, self.free, place, self.plan.allow_shortfall)
+
+    def show(self, console: Console) -> None:
+        console.print(self._text_table())
+        console.print(self._disk_table())
+        console.print(self._memory_table())
+        console.print(self._time_line())
+
+    def _text_table(self) -> Table:
+        table = _table("text", "set", "sequences", "tokens")
+        for load in self.loads:
+            most = "at most " if load.bound else ""
+            table.add_row(load.name, f"{load.sequences:,}", f"{most}{load.tokens:,}")
+        return table
+
+    def _disk_table(self) -> Table:
+        title = f"disk: {', '.join(self.states)} of width {self.sizes.hidden}; {self.free_text}"
+        table = _table(title, "codec", "bytes", "per token", "")
+        tokens = max(sum(load.tokens for load in self.loads), 1)
+        for codec in CODEC_RATIO:
+            size = self.disk(codec)
+            chosen = "chosen" if codec == self.config.codec else ""
+            table.add_row(codec, readable(size), readable(size / tokens), chosen)
+        return table
+
+    def _memory_table(self) -> Table:
+        table = _table("memory per rank (beside the process's own)", "stage", "part", "bytes")
+        train: TrainConfig = self.job.section("train", TrainConfig)
+        parts: dict[str, dict[str, int]] = {
+            "precompute": estimate.precompute_bytes(
+                self.sizes,
+                len(self.states),
+                self.config.rows_per_forward,
+                self.config.rows_per_shard,
+                self.config.tensor_parallel,
+            ),
+            f"train, packs of {train.rows} rows": estimate.train_bytes(self.sizes),
+        }
+        for name, values in parts.items():
+            for part, size in values.items():
+                table.add_row(name, part, readable(size))
+            table.add_row("", "sum", readable(sum(values.values())), end_section=True)
+        return table
+
+    def _time_line(self) -> str:
+        hours = self.hours()
+        if hours is None:
+            return (
+                "precompute's time: unknown; give plan.tokens_per_second, or precompute a small set "
+                "in this run folder first"
+            )
+        speed = f"{self.speed():,.0f} tokens/s measured per unit, {self.units} units"
+        return f"precompute's time: about {_duration(hours)} ({speed})"
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        right = column in ("sequences", "tokens", "bytes", "per token")
+        table.add_column(column, justify="right" if right else "left")
+    return table
+
+
+def _duration(hours: float) -> str:
+    return f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.0f} minutes"
+

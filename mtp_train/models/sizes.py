@@ -1,0 +1,34 @@
+"""A target's dimensions from its config alone: no weights are read, none need be there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from mtp_train.core.errors import UserError
+from mtp_train.core.records import Sizes
+
+
+def target_sizes(path: str | Path, dtype: str, *, trust_remote_code: bool = False) -> Sizes:
+    """Counted on a model without storage."""
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            "target.path must be a model folder with config.json",
+            folder,
+            "download it there, the weights can wait",
+        )
+    config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return Sizes(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        layers=config.num_hidden_layers,
+        vocabulary=config.vocab_size,
+        dtype=dtype,
+    )

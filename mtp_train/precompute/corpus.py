@@ -1,0 +1,117 @@
+"""A set's text as precompute reads it: regenerated answers and sources of the user's own, tokenised once.
+
+The tokens lie in a corpus beside the features, made by one rank for all. Knows no target, only its tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from mtp_train.core.errors import UserError
+from mtp_train.core.progress import progress, say
+from mtp_train.core.provenance import digest, file_digest
+from mtp_train.core.records import Accounting, TokenizedConversation
+from mtp_train.store.corpus import Corpus, found_corpus, write_corpus
+from mtp_train.text.joined import join_turns
+from mtp_train.text.lengths import LengthPolicy
+from mtp_train.text.sources import DataConfig, answers, fit_lengths, sources_digest, tokenized
+from mtp_train.text.refusal import Refusal
+from mtp_train.text.template import ChatTemplate
+
+
+def make_corpus(
+    folder: Path,
+    name: str,
+    answered: Path | None,
+    config: DataConfig,
+    template: ChatTemplate,
+    tokenizer_digest: str,
+    vocab_size: int,
+) -> Corpus:
+    """The corpus of set `name` in `folder`: the one that is there, if it was made from the same inputs.
+
+    Args:
+        answered: what `regenerate` wrote for the set, if anything.
+        tokenizer_digest: of the files that decide tokens and template.
+    """
+    sources = config.sources(name)
+    inputs = digest(
+        {
+            "answers": answered and file_digest(answered),
+            "sources": sources and sources_digest(sources),
+            "fit": [config.strict, config.seed, vocab_size, asdict(config.policy)],
+            "tokenizer": tokenizer_digest,
+        }
+    )
+    found = found_corpus(folder, inputs)
+    if found is not None:
+        return found
+    accounting = Accounting()
+    with progress(None, f"tokenise {name}", "sequence") as bar:
+
+        def sequences() -> Iterator[TokenizedConversation]:
+            if answered:
+                for sequence in joined_answers(answered, config.policy, accounting):
+                    bar.update()
+                    yield sequence
+            if sources:
+                for sequence in tokenized(
+                    sources,
+                    template,
+                    accounting,
+                    strict=config.strict,
+                    vocab_size=vocab_size,
+                    seed=config.seed,
+                ):
+                    bar.update()
+                    yield sequence
+
+        corpus = write_corpus(folder, sequences(), inputs, accounting)
+    if not len(corpus):
+        raise UserError(
+            f"the set {name} must hold at least one sequence",
+            accounting.as_dict(),
+            "mend what the reasons name, or change data.length and data.max_tokens",
+        )
+    tell(name, accounting)
+    return corpus
+
+
+def joined_answers(
+    path: Path, policy: LengthPolicy, accounting: Accounting
+) -> Iterator[TokenizedConversation]:
+    """The target's answers as sequences: turns of a conversation share one where their tokens allow it.
+
+    Counted by answers: what the policy does to a sequence, it does to all of its answers.
+    """
+    for sequence, count in join_turns(answers(path, accounting)):
+        outcome = fit_lengths([sequence], policy, [])
+        if isinstance(outcome, Refusal):
+            accounting.used -= count
+            for _ in range(count):
+                accounting.refuse(outcome.reason, sequence.key)
+            continue
+        records, rules, notes = outcome
+        if rules:
+            accounting.used -= count
+            for _ in range(count):
+                accounting.repair("; ".join(rules), sequence.key)
+        for what, number in notes.items():
+            accounting.note(what, number)
+        yield from records
+
+
+def tell(name: str, accounting: Accounting) -> None:
+    """What became of the set's rows, in a few lines."""
+    say(
+        f"{name}: {accounting.total} rows = {accounting.used} used + "
+        f"{sum(accounting.repaired.values())} repaired + {sum(accounting.refused.values())} refused"
+    )
+    for kind, counts in (("repaired", accounting.repaired), ("refused", accounting.refused)):
+        for reason, rows in sorted(counts.items(), key=lambda item: -item[1]):
+            example = accounting.examples.get(reason)
+            say(f"  {kind} {rows}: {reason}" + (f" (first: {example})" if example else ""))
+    for what, count in accounting.notes.items():
+        say(f"  {count} {what}")

@@ -1,0 +1,180 @@
+"""Conversations turn by turn: which prompt comes next, and what an answer leads to. Knows neither engine nor server.
+
+Every prompt is what serving would send: the template over the messages so far, the target's own replies among them as
+the text that a client would have received. The answer's token ids are kept as they were generated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from mtp_train.core.errors import UserError
+from mtp_train.engine.sequences import Completion, Request
+from mtp_train.regenerate.journal import Journal
+from mtp_train.regenerate.prompts import Plan
+from mtp_train.text.template import ChatTemplate
+
+
+@dataclass
+class _Talk:
+    """A conversation that is going on."""
+
+    plan: Plan
+    messages: list[dict[str, Any]] = field(default_factory=list)  # so far, for the next prompt
+    turn: int = 0
+
+
+class Dialogue:
+    """The set's conversations; `next` and `finish` are what an engine or a server asks for and reports to.
+
+    Later turns go before new conversations, so that few conversations are open at once.
+
+    Args:
+        seed: each answer's random draws depend on it, on the conversation's key and on the turn, and on nothing else.
+    """
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        plans: Iterable[Plan],
+        journal: Journal,
+        bar: tqdm[Any],
+        *,
+        max_new_tokens: int,
+        stop: frozenset[int],
+        seed: int,
+    ) -> None:
+        self.template = template
+        self.journal = journal
+        self.bar = bar
+        self.max_new_tokens = max_new_tokens
+        self.stop = stop
+        self.seed = seed
+        self.failed: dict[str, str] = {}  # conversation -> why it ended before its last turn
+        self._fresh = iter(plans)
+        self._ready: deque[Request] = deque()
+        self._open: dict[str, _Talk] = {}  # by the key of the turn that is being answered
+        self._tokens = 0
+        self._begin = time.perf_counter()
+
+    def next(self) -> Request | None:
+        """The next prompt, if there is one now."""
+        while not self._ready:
+            plan = next(self._fresh, None)
+            if plan is None:
+                return None
+            self._ask(self._resumed(plan))
+        return self._ready.popleft()
+
+    def finish(self, completion: Completion) -> None:
+        """Keep an answer, and ask the conversation's next question."""
+        talk = self._open.pop(completion.key)
+        if completion.finish.startswith(("refused", "error")):
+            self._end(talk, completion.finish)
+            return
+        self.journal.append(self._row(talk, completion))
+        self._reply(talk, completion.prompt, completion.tokens, completion.finish)
+        self._tokens += len(completion.tokens)
+        rate = self._tokens / (time.perf_counter() - self._begin)
+        self.bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
+        self.bar.update()
+        self._ask(talk)
+
+    def _resumed(self, plan: Plan) -> _Talk:
+        """The conversation after the turns that the journal holds."""
+        talk = _Talk(plan)
+        if plan.key(len(plan.turns) - 1) in self.journal:
+            talk.turn = len(plan.turns)
+            return talk
+        while (key := plan.key(talk.turn)) in self.journal:
+            row = self.journal.row(key)
+            talk.messages += plan.turns[talk.turn]
+            self._reply(talk, row["prompt_ids"], row["output_ids"], row["finish"])
+        return talk
+
+    def _ask(self, talk: _Talk) -> None:
+        """Put the conversation's next prompt in line, unless it is over."""
+        plan = talk.plan
+        if talk.turn == len(plan.turns):
+            return
+        talk.messages += plan.turns[talk.turn]
+        key = plan.key(talk.turn)
+        try:
+            prompt = render(self.template, plan, talk.messages)
+        except UserError as error:
+            self._end(talk, f"refused: the chat template fails: {error.received}")
+            return
+        self._open[key] = talk
+        seed = request_seed(self.seed, key)
+        self._ready.append(Request(key, prompt, self.max_new_tokens, self.stop, seed=seed))
+
+    def _reply(
+        self, talk: _Talk, prompt: Sequence[int], output: Sequence[int], finish: str
+    ) -> None:
+        said = output[:-1] if finish == "stop" else output  # no client sees the end-of-turn token
+        text = reply_text(self.template.tokenizer, prompt, said)
+        talk.messages.append({"role": "assistant", "content": text})
+        talk.turn += 1
+
+    def _end(self, talk: _Talk, why: str) -> None:
+        self.failed[talk.plan.conversation.key] = why
+        self.bar.total -= len(talk.plan.turns) - talk.turn
+
+    def _row(self, talk: _Talk, completion: Completion) -> dict[str, Any]:
+        return {
+            "id": completion.key,
+            "category": talk.plan.conversation.category,
+            "messages": list(talk.messages),
+            "prompt_ids": list(completion.prompt),
+            "output_ids": list(completion.tokens),
+            "finish": completion.finish,
+        }
+
+
+def require_renderable(template: ChatTemplate, plans: Iterable[Plan]) -> None:
+    """Raise if the template fails on every first prompt: then nothing is worth beginning."""
+    reason: object = "no prompts"
+    for plan in plans:
+        try:
+            render(template, plan, plan.turns[0])
+            return
+        except UserError as error:
+            reason = error.received
+    raise UserError(
+        "the chat template must render at least one prompt",
+        reason,
+        "check the target's chat template and the prompts",
+    )
+
+
+def render(
+    template: ChatTemplate, plan: Plan, messages: Sequence[dict[str, Any]]
+) -> tuple[int, ...]:
+    """Token ids of a conversation's prompt, as serving sends them."""
+    return tuple(template.prompt(messages, plan.conversation.tools))
+
+
+def reply_text(
+    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], output: Sequence[int]
+) -> str:
+    """The text that serving returns for `output`: decoded after its prompt (some decoders strip a leading space),
+    without special tokens, and without a last letter of which only some bytes were generated.
+    """
+    before, whole = (
+        str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        for ids in (list(prompt), [*prompt, *output])
+    )
+    return whole[len(before) :].rstrip("\ufffd")
+
+
+def request_seed(seed: int, key: str) -> int:
+    """A seed of 63 bits for one answer."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {key}".encode()).digest()[:8]) >> 1

@@ -1,0 +1,80 @@
+"""Answers on disk while a set is being answered: one line each, found by key. Knows not what they say.
+
+A line is whole or it is not there: what a kill cut short is dropped when the journal is opened again. Memory holds a
+key and an offset per answer, never the answers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+
+class Journal:
+    """An append-only file of rows {"id", "finish", ...}.
+
+    Args:
+        done: the finished file that the journal becomes in the end. Where a run was killed after this set was done,
+            it is the journal again.
+    """
+
+    def __init__(self, path: Path, done: Path) -> None:
+        self.path = path
+        if not path.is_file() and done.is_file():
+            done.replace(path)
+        self._file = open(path, "a+b")  # noqa: SIM115  (open as long as the journal is)
+        self._offsets: dict[str, int] = {}
+        self.finishes: Counter[str] = Counter()  # how the answers ended
+        self._end = self._scan()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._offsets
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def append(self, row: dict[str, Any]) -> None:
+        line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
+        self._note(row, self._end)
+        self._file.write(line)
+        self._file.flush()
+        self._end += len(line)
+
+    def line(self, key: str) -> bytes:
+        self._file.seek(self._offsets[key])
+        return self._file.readline()
+
+    def row(self, key: str) -> dict[str, Any]:
+        return dict(json.loads(self.line(key)))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _scan(self) -> int:
+        """Index the rows that are there; returns where the next one goes."""
+        self._file.seek(0)
+        offset = 0
+        for line in self._file:
+            if not line.endswith(b"\n"):
+                self._file.truncate(offset)
+                break
+            row = _parse(line)
+            if row is not None:
+                self._note(row, offset)
+            offset += len(line)
+        return offset
+
+    def _note(self, row: dict[str, Any], offset: int) -> None:
+        self._offsets[row["id"]] = offset
+        self.finishes[row["finish"]] += 1
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """The row of a line; None for a damaged one, which is answered again."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and {"id", "finish"} <= set(row) else None
