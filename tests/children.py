@@ -136,7 +136,9 @@ def precompute_slowly(out: Path, fate: str = "", ranks: Ranks | None = None) -> 
 
     target.forward = slow  # type: ignore[method-assign]
     if fate == "half a shard":
-        places.save_bytes = dies_at(6, places.save_bytes, half)  # contract, 2 x (shard, note), shard
+        places.save_bytes = dies_at(
+            6, places.save_bytes, half
+        )  # contract, 2 x (shard, note), shard
     if fate == "before a note":
         precomputing._Worker._gate = dies_at(3, precomputing._Worker._gate)  # type: ignore[method-assign]
     if fate == "before the manifest":

@@ -29,7 +29,9 @@ def main(path: Path, folder: Path) -> None:
     target = Target.load(path, "float32", tensor_parallel=2)
     query = target.base.layers[0].self_attn.q_proj.weight
     accounting = Accounting(used=len(CHATS)).as_dict()
-    precompute(EngineStates(target, STATES), CHATS, FEATURES, folder / "features", accounting, ranks)
+    precompute(
+        EngineStates(target, STATES), CHATS, FEATURES, folder / "features", accounting, ranks
+    )
     record = {
         "rank": ranks.rank,
         "unit": ranks.unit,

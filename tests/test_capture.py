@@ -194,7 +194,7 @@ def test_a_store_that_gives_back_other_rows_is_found() -> None:
         check_stored("key", {"post_norm": rows}, {"post_norm": rows[1:]}, "raw")
     nearly = rows.clone()
     nearly[2, 3] += 2**-6 * nearly[2, 3]
-    with pytest.raises(UserError, match="written into it, to 0.0"):
+    with pytest.raises(UserError, match=r"written into it, to 0\.0"):
         check_stored("key", {"post_norm": rows}, {"post_norm": nearly}, "lossless")
 
 
@@ -270,7 +270,9 @@ def test_two_ranks_hold_a_target_together_and_give_its_states(saved: Path, tmp_p
 
 
 def test_heads_that_do_not_divide_are_refused(saved: Path) -> None:
-    with pytest.raises(UserError, match=r"must divide by precompute.tensor_parallel 3; received 4 att"):
+    with pytest.raises(
+        UserError, match=r"must divide by precompute.tensor_parallel 3; received 4 att"
+    ):
         Target.load(saved, "float32", tensor_parallel=3)
 
 
@@ -308,4 +310,3 @@ def test_every_layout_of_a_checkpoint_loads(tmp_path: Path, tied: bool, size: st
     embeddings = loaded.base.get_input_embeddings().weight
     assert torch.equal(embeddings, target.base.get_input_embeddings().weight)
     assert torch.equal(embeddings, loaded.lm_head.weight) == tied
-

@@ -22,8 +22,8 @@ from mtp_train.core.dist import Ranks
 from mtp_train.core.errors import UserError
 from mtp_train.core.records import Accounting, TokenizedConversation
 from mtp_train.models.target import Target
-from mtp_train.precompute.sources import EngineStates
 from mtp_train.precompute.gate import GateResult, check_rows
+from mtp_train.precompute.sources import EngineStates
 from mtp_train.precompute.stage import (
     PrecomputeConfig,
     contract_for,
@@ -110,7 +110,12 @@ def test_shards_are_fixed_by_order_and_row_budget() -> None:
         conversation(str(index), [1], [2] * (length - 1))
         for index, length in enumerate([10, 20, 5, 40, 3, 3])
     ]
-    assert [list(shard) for shard in plan_shards(lengths_of(chats), 30)] == [[0, 1], [2], [3], [4, 5]]
+    assert [list(shard) for shard in plan_shards(lengths_of(chats), 30)] == [
+        [0, 1],
+        [2],
+        [3],
+        [4, 5],
+    ]
     assert list(fill([("a", 5), ("b", 5), ("c", 1)], 10)) == [["a", "b"], ["c"]]
     assert list(fill([], 10)) == []
 
@@ -252,8 +257,7 @@ def test_another_target_or_shard_size_changes_the_contract(
     one, other = saved(1), saved(2)
     assert contract(one, CHATS, FEATURES) == contract(saved(1), CHATS, FEATURES)
     assert (
-        contract(one, CHATS, FEATURES).target_hash
-        != contract(other, CHATS, FEATURES).target_hash
+        contract(one, CHATS, FEATURES).target_hash != contract(other, CHATS, FEATURES).target_hash
     )
     wider = replace(FEATURES, rows_per_shard=64)
     assert contract(toy_target, CHATS, wider) != contract(toy_target, CHATS, FEATURES)
@@ -265,7 +269,9 @@ def test_the_same_data_again_makes_no_shard_again(
     make(toy_target, tmp_path)
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("shard-*.safetensors")}
     make(toy_target, tmp_path)
-    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("shard-*.safetensors")} == before
+    assert {
+        path.name: path.stat().st_mtime_ns for path in tmp_path.glob("shard-*.safetensors")
+    } == before
 
 
 def test_an_unwritable_path_is_an_error_before_the_target_works(
@@ -319,7 +325,9 @@ def test_twenty_kills_at_random_moments_with_one_two_and_three_ranks(tmp_path: P
         world = 1 + killed % 3
         ranks = children.launch(children.precompute_on_ranks, world, broken)
         children.kill_after(ranks, rng.uniform(0.05, 0.4), first=rng.randrange(world))
-        if all(rank.exitcode == 0 for rank in ranks):  # came through before the kill: from the start
+        if all(
+            rank.exitcode == 0 for rank in ranks
+        ):  # came through before the kill: from the start
             shutil.rmtree(broken)
             continue
         killed += 1
@@ -360,7 +368,11 @@ def on_ranks(target: Target, out: Path, world: int, late_for: Path | None = None
 
     def work(rank: int) -> None:
         try:
-            make(target, out, ranks=Meeting(rank, world, barrier=barrier, late_for=late_for if rank else None))
+            make(
+                target,
+                out,
+                ranks=Meeting(rank, world, barrier=barrier, late_for=late_for if rank else None),
+            )
         except BaseException as error:
             errors.append(error)
             barrier.abort()
@@ -434,7 +446,9 @@ def test_two_real_processes_end_with_the_same_bytes(two_ranks: TwoRanks, tmp_pat
     made = [row["shards"] for row in ranks]
     assert all(made)
     assert children.run(children.precompute_slowly, tmp_path) == 0
-    assert sorted(made[0] + made[1]) == [path.name for path in sorted(tmp_path.glob("shard-*.safetensors"))]
+    assert sorted(made[0] + made[1]) == [
+        path.name for path in sorted(tmp_path.glob("shard-*.safetensors"))
+    ]
     assert shard_files(two_ranks.folder / "features") == shard_files(tmp_path)
 
 

@@ -20,9 +20,9 @@ from mtp_train.regenerate.dialogue import reply_text, request_seed
 from mtp_train.regenerate.journal import Journal
 from mtp_train.regenerate.prompts import DROPPED, TOOLS, split_turns
 from mtp_train.regenerate.stage import Outcome, RegenerateConfig, regenerate
+from mtp_train.text.joined import join_turns
 from mtp_train.text.sources import read_answers, read_conversations
 from mtp_train.text.template import ChatTemplate
-from mtp_train.text.joined import join_turns
 
 TOKENIZER = make_tokenizer()
 STOP = frozenset({2})

@@ -56,7 +56,10 @@ def main(folder: Path) -> None:
 
     written: list[str] = []
     write_shard = stage.write_shard
-    stage.write_shard = lambda path, *rest: (written.append(Path(path).name), write_shard(path, *rest))[1]
+    stage.write_shard = lambda path, *rest: (
+        written.append(Path(path).name),
+        write_shard(path, *rest),
+    )[1]
     accounting = Accounting(used=len(CHATS)).as_dict()
     source = EngineStates(target)
     stage.precompute(source, CHATS, FEATURES, folder / "features", accounting, ranks)

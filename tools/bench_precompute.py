@@ -144,7 +144,9 @@ def main() -> None:
         "precompute_over_bare": total["bare"] / total["precompute"],
         "precompute_over_one_by_one": total["one by one"] / total["precompute"],
         "ratios_by_round": {
-            "over_bare": [a / b for a, b in zip(seconds["bare"], seconds["precompute"], strict=True)],
+            "over_bare": [
+                a / b for a, b in zip(seconds["bare"], seconds["precompute"], strict=True)
+            ],
             "over_one_by_one": [
                 a / b for a, b in zip(seconds["one by one"], seconds["precompute"], strict=True)
             ],

@@ -128,7 +128,7 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
     if kind is Any:
         return value
     of, parts = get_origin(kind) or kind, get_args(kind)
-    if dataclasses.is_dataclass(of) and isinstance(value, dict):
+    if isinstance(of, type) and dataclasses.is_dataclass(of) and isinstance(value, dict):
         return section({name: value}, name, of)
     if of is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)

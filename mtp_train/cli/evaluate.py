@@ -27,7 +27,11 @@ def stage(job: Job) -> None:
     before = [job.folder.require(name)["outputs"] for name in ("regenerate", "train")]
     inputs = [asdict(config), asdict(job.engine_config), before, job.target_inputs]
     run_stage(
-        job.folder, "evaluate", inputs, lambda: _work(job, config), whole=job.folder.evaluation.is_file
+        job.folder,
+        "evaluate",
+        inputs,
+        lambda: _work(job, config),
+        whole=job.folder.evaluation.is_file,
     )
 
 

@@ -40,7 +40,9 @@ def tool(arguments: Sequence[str]) -> None:
         max_tokens=asked.max_tokens,
     )
     told = collect(
-        sequences(asked.data, ChatTemplate(tokenizer), accounting, asked.strict), collector, accounting
+        sequences(asked.data, ChatTemplate(tokenizer), accounting, asked.strict),
+        collector,
+        accounting,
     )
     write(told, vocabulary, Console(markup=False, highlight=False, emoji=False))
     if asked.html:
@@ -77,9 +79,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--max-tokens", type=int, metavar="N", help="count what lies beyond this length"
     )
-    parser.add_argument(
-        "--strict", action="store_true", help="refuse rows that would be repaired"
-    )
+    parser.add_argument("--strict", action="store_true", help="refuse rows that would be repaired")
     asked = parser.parse_args(arguments)
     if asked.show < 0:
         raise UserError("--show must be 0 or more", asked.show, "use 0 to see statistics alone")

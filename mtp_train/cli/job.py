@@ -29,6 +29,7 @@ from mtp_train.models.target import (
     stop_tokens,
     target_hash,
 )
+from mtp_train.precompute.estimate import PlanConfig
 from mtp_train.precompute.stage import PrecomputeConfig
 from mtp_train.regenerate.stage import RegenerateConfig
 from mtp_train.text.sources import DataConfig
@@ -81,6 +82,7 @@ class RunConfig:
 SECTIONS: dict[str, type[Any]] = {
     "regenerate": RegenerateConfig,
     "data": DataConfig,
+    "plan": PlanConfig,
     "precompute": PrecomputeConfig,
     "head": MtpConfig,
     "train": TrainConfig,

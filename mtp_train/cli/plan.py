@@ -4,49 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from mtp_train.cli.job import Job
-from mtp_train.core.errors import UserError
 from mtp_train.core.progress import say
+from mtp_train.core.records import Sizes
 from mtp_train.models.sizes import target_sizes
 from mtp_train.precompute import estimate
-from mtp_train.core.records import Sizes
-from mtp_train.precompute.estimate import CODEC_RATIO, Workload, readable
+from mtp_train.precompute.estimate import CODEC_RATIO, PlanConfig, Workload, readable
 from mtp_train.precompute.sources import expand_states
 from mtp_train.precompute.stage import SPEED, PrecomputeConfig
 from mtp_train.store.corpus import Corpus
 from mtp_train.store.places import Place
 from mtp_train.train.loop import TrainConfig
-
-
-@dataclass(frozen=True)
-class PlanConfig:
-    """What the estimate is about.
-
-    Attributes:
-        tokens: of the training set, where its text is not at hand (0: count the text).
-        ranks: that will share the work.
-        tokens_per_second: of one unit, as you measured it (0: what an earlier precompute of this run measured).
-        allow_shortfall: go on even if the features won't fit on the disk.
-    """
-
-    tokens: int = 0
-    ranks: int = 1
-    tokens_per_second: float = 0.0
-    allow_shortfall: bool = False
-
-    def __post_init__(self) -> None:
-        if self.tokens < 0 or self.tokens_per_second < 0 or self.ranks < 1:
-            raise UserError(
-                "plan.tokens and tokens_per_second must be 0 or more, plan.ranks 1 or more",
-                (self.tokens, self.tokens_per_second, self.ranks),
-                "correct the override",
-            )
 
 
 def stage(job: Job) -> None:
@@ -59,9 +32,7 @@ def stage(job: Job) -> None:
 
 def announce(job: Job, plan: PlanConfig, text: Mapping[str, Corpus], ranks: int) -> None:
     """The estimate in a line, and the check, before the target is loaded."""
-    loads = [
-        Workload(name, len(corpus), corpus.note.tokens) for name, corpus in text.items()
-    ]
+    loads = [Workload(name, len(corpus), corpus.note.tokens) for name, corpus in text.items()]
     outlook = Outlook(job, plan, loads, ranks)
     time = outlook.hours()
     say(
@@ -125,9 +96,9 @@ class Outlook:
 
     def speed(self) -> float:
         """Tokens per second of one unit: as configured, or as measured by this run's last precompute; 0 if neither."""
-        path = self.job.folder.stage("precompute") / SPEED
-        if not self.plan.tokens_per_second and path.is_file():
-            return float(json.loads(path.read_text())["tokens_per_second"])
+        place = Place(self.places[0])
+        if not self.plan.tokens_per_second and place.exists(SPEED):
+            return float(json.loads(place.read(SPEED))["tokens_per_second"])
         return self.plan.tokens_per_second
 
     def require_disk(self) -> None:
@@ -198,4 +169,3 @@ def _table(title: str, *columns: str) -> Table:
 
 def _duration(hours: float) -> str:
     return f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.0f} minutes"
-

@@ -10,13 +10,14 @@ from typing import Any
 
 from mtp_train.cli.job import Job
 from mtp_train.cli.main import guarded
-from mtp_train.cli.plan import PlanConfig, announce
+from mtp_train.cli.plan import announce
 from mtp_train.cli.run_folder import run_stage
 from mtp_train.core.dist import Ranks, launched_ranks
 from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import digest
 from mtp_train.models.readout import Readout
 from mtp_train.precompute.corpus import make_corpus
+from mtp_train.precompute.estimate import PlanConfig
 from mtp_train.precompute.sources import EngineStates, StateSource
 from mtp_train.precompute.stage import PrecomputeConfig, precompute
 from mtp_train.precompute.vllm_states import VllmStates
@@ -50,7 +51,9 @@ def text_inputs(job: Job) -> Any:
     unknown = sorted(set(data.sets) - set(SETS))
     if unknown:
         raise UserError("data.sets may name train and heldout", unknown, "correct the override")
-    regenerated = job.folder.answers("train").parent.is_dir() and job.config["regenerate"]["prompts"]
+    regenerated = (
+        job.folder.answers("train").parent.is_dir() and job.config["regenerate"]["prompts"]
+    )
     before = job.folder.require("regenerate")["outputs"] if regenerated else None
     own = {name: sources_digest(data.sources(name)) for name in data.sets}
     return [before, own, asdict(replace(data, sets={}))]

@@ -44,7 +44,9 @@ def stage(job: Job) -> None:
 
 
 def _work(job: Job, config: TrainConfig, head_config: MtpConfig) -> Any:
-    features, held_out = (FeatureStore(job.features(name), [Target.state]) for name in ("train", "heldout"))
+    features, held_out = (
+        FeatureStore(job.features(name), [Target.state]) for name in ("train", "heldout")
+    )
     for store in (features, held_out):
         verify_files(store)
     out = job.folder.stage("train")

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 from torch import distributed
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from mtp_train.core.errors import UserError
 
@@ -28,7 +29,7 @@ class Ranks:
     rank: int = 0
     world: int = 1
     group: int = 1
-    store: distributed.Store | None = None
+    store: Store | None = None
     _meetings: int = field(default=0, repr=False)
 
     @property
@@ -77,7 +78,7 @@ class Ranks:
         ranks = Ranks(self.rank, self.world, size, self.store, self._meetings)
         distributed.init_process_group(
             "nccl" if torch.cuda.is_available() else "gloo",
-            store=distributed.PrefixStore(f"mtp_train/unit/{ranks.unit}", self.store),
+            store=PrefixStore(f"mtp_train/unit/{ranks.unit}", self.store),
             rank=self.rank % size,
             world_size=size,
         )
@@ -96,7 +97,5 @@ def launched_ranks() -> Ranks:
             f"WORLD_SIZE={world} without their store",
             "launch with torchrun --nproc-per-node N -m mtp_train.cli.STAGE ...",
         )
-    store = distributed.TCPStore(
-        environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), is_master=False
-    )
+    store = TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), is_master=False)
     return Ranks(int(environment["RANK"]), world, store=store)

@@ -21,11 +21,6 @@ class Conversation:
     tools: tuple[dict[str, Any], ...] = ()  # function schemas that the template is given
     untrained: frozenset[int] = frozenset()  # indices of assistant turns that are context only
 
-    @property
-    def messages_text(self) -> tuple[tuple[str, str], ...]:
-        """Roles and contents, to compare conversations by."""
-        return tuple((message["role"], message["content"]) for message in self.messages)
-
 
 @dataclass(frozen=True)
 class TokenizedConversation:

@@ -26,7 +26,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from mtp_train.attention import interface
 from mtp_train.core.errors import UserError

@@ -16,8 +16,8 @@ from mtp_train.core.records import Accounting, TokenizedConversation
 from mtp_train.store.corpus import Corpus, found_corpus, write_corpus
 from mtp_train.text.joined import join_turns
 from mtp_train.text.lengths import LengthPolicy
-from mtp_train.text.sources import DataConfig, answers, fit_lengths, sources_digest, tokenized
 from mtp_train.text.refusal import Refusal
+from mtp_train.text.sources import DataConfig, answers, fit_lengths, sources_digest, tokenized
 from mtp_train.text.template import ChatTemplate
 
 

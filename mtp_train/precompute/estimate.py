@@ -24,6 +24,31 @@ LOSS_CHUNK = 256
 
 
 @dataclass(frozen=True)
+class PlanConfig:
+    """What the estimate is about.
+
+    Attributes:
+        tokens: of the training set, where its text is not at hand (0: count the text).
+        ranks: that will share the work.
+        tokens_per_second: of one unit, as you measured it (0: what an earlier precompute of this run measured).
+        allow_shortfall: go on even if the features won't fit on the disk.
+    """
+
+    tokens: int = 0
+    ranks: int = 1
+    tokens_per_second: float = 0.0
+    allow_shortfall: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tokens < 0 or self.tokens_per_second < 0 or self.ranks < 1:
+            raise UserError(
+                "plan.tokens and tokens_per_second must be 0 or more, plan.ranks 1 or more",
+                (self.tokens, self.tokens_per_second, self.ranks),
+                "correct the override",
+            )
+
+
+@dataclass(frozen=True)
 class Workload:
     """The text of one set. `bound`: an upper bound, since the target has yet to write its answers."""
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -27,9 +28,15 @@ from mtp_train.models.target import POST_NORM, Target
 
 PAGE = 16
 PIECE = 512  # rows computed or projected at a time: bounds the mask [PIECE, L] and the logits [PIECE, V]
-TIE_ULPS = 4  # choices whose logits are closer than this many units of the dtype's precision are a tie
+TIE_ULPS = (
+    4  # choices whose logits are closer than this many units of the dtype's precision are a tie
+)
 STATE_ERROR = 0.05  # median over rows of |captured - engine's| / |engine's|; a neighbouring layer is several times that
-CODEC_ERROR = {"raw": 0.0, "lossless": 0.0, "fp8": 0.06}  # of a row, relative; e4m3 rounds by 2^-4 at most
+CODEC_ERROR = {
+    "raw": 0.0,
+    "lossless": 0.0,
+    "fp8": 0.06,
+}  # of a row, relative; e4m3 rounds by 2^-4 at most
 
 
 @dataclass
@@ -107,7 +114,7 @@ def paged_states(target: Target, token_L: Tensor, states: Sequence[str]) -> dict
     )
     edges = [0, *range(first, rows, PIECE), rows]
     found = []
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         plan = plan_batch(pages, [start], [end - start], PAGE, target.device)
         found.append(
             target.capture(token_L[start:end], plan.positions, PagedContext(cache, plan), states)

@@ -48,7 +48,9 @@ class StateSource(Protocol):
         """Each state's rows of the sequences, end to end [T, D], on the CPU."""
         ...
 
-    def check(self, key: str, tokens: Sequence[int], captured: dict[str, Tensor], result: GateResult) -> None:
+    def check(
+        self, key: str, tokens: Sequence[int], captured: dict[str, Tensor], result: GateResult
+    ) -> None:
         """Hold captured states [L, D] of a sequence against the implementation's own choices."""
         ...
 
@@ -77,7 +79,9 @@ class EngineStates:
         found = self.target.capture(tokens, positions, PackedContext(offsets), self.states)
         return {name: state.cpu() for name, state in found.items()}
 
-    def check(self, key: str, tokens: Sequence[int], captured: dict[str, Tensor], result: GateResult) -> None:
+    def check(
+        self, key: str, tokens: Sequence[int], captured: dict[str, Tensor], result: GateResult
+    ) -> None:
         token_L = torch.tensor(tokens, device=self.target.device)
         check_choices(self.target, key, token_L, captured, result)
 

@@ -10,6 +10,7 @@ Encoding and writing run in a thread behind the target's forward.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -149,7 +150,7 @@ class _Worker:
         title = f"precompute {name}"
         if self.ranks.units > 1:
             title += f" ({self.ranks.unit + 1} of {self.ranks.units})"
-        shown = self.ranks.main
+        shown, begin = self.ranks.main, time.perf_counter()
         with ThreadPoolExecutor(1) as writer, progress(total, title, "token", shown=shown) as bar:
             behind: _Made | None = None
             for index, members in share:
@@ -162,13 +163,20 @@ class _Worker:
             if behind:
                 self._gate(behind)
         if share:
-            say(f"{title}: {total} tokens in {len(share)} shards; {_spent(self.clock)}")
+            seconds = time.perf_counter() - begin
+            speed = total / seconds
+            say(f"{title}: {total} tokens, {speed:.0f} tokens/s; {_spent(self.clock)}")
+            if shown:
+                note = {"tokens_per_second": speed, "tokens": total, "source": self.source.name}
+                self.place.write(SPEED, json.dumps(note).encode())
 
     def _make(self, index: int, members: range, bar: Any) -> _Made:
         found: list[dict[str, Tensor]] = []
         with self.clock("read"):
             chats = [self.sequences[member] for member in members]
-        for pack in fill([(chat, len(chat.tokens)) for chat in chats], self.config.rows_per_forward):
+        for pack in fill(
+            [(chat, len(chat.tokens)) for chat in chats], self.config.rows_per_forward
+        ):
             with self.clock("target"):
                 found.append(self.source.capture(pack))
             bar.update(len(next(iter(found[-1].values()))))
@@ -244,9 +252,7 @@ def _prepare(place: Place, contract: Contract) -> None:
 def _missing(place: Place, shards: int) -> list[int]:
     """Numbers of the shards that aren't done."""
     names = set(place.names())
-    return [
-        index for index in range(shards) if not {shard_name(index), _note(index)} <= names
-    ]
+    return [index for index in range(shards) if not {shard_name(index), _note(index)} <= names]
 
 
 def _finish(place: Place, contract: Contract, shards: int, accounting: dict[str, Any]) -> None:
@@ -256,9 +262,7 @@ def _finish(place: Place, contract: Contract, shards: int, accounting: dict[str,
         entries.append(ShardEntry(**note["entry"]))
         for name, value in note["gate"].items():
             setattr(gate, name, getattr(gate, name) + value)
-    manifest = finish_store(
-        place.address, contract, entries, asdict(gate), accounting
-    )
+    manifest = finish_store(place.address, contract, entries, asdict(gate), accounting)
     say(
         f"precompute {_name(place.address)}: {manifest.tokens} tokens in {shards} shards; "
         f"gate: {gate.rows} rows of {gate.sequences} sequences, {gate.ties} ties"

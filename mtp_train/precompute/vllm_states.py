@@ -33,7 +33,9 @@ class VllmStates:
 
     name = "vllm"
 
-    def __init__(self, readout: Readout, config: VllmConfig, dtype: str, states: Sequence[str]) -> None:
+    def __init__(
+        self, readout: Readout, config: VllmConfig, dtype: str, states: Sequence[str]
+    ) -> None:
         self.readout = readout
         self.states = expand_states(states, readout.layers)
         self.target_hash = readout.hash
@@ -56,7 +58,9 @@ class VllmStates:
         streams, _ = self._ask([list(sequence.tokens) for sequence in sequences])
         return {name: self._state(name, streams) for name in self.states}
 
-    def check(self, key: str, tokens: Sequence[int], captured: dict[str, Tensor], result: GateResult) -> None:
+    def check(
+        self, key: str, tokens: Sequence[int], captured: dict[str, Tensor], result: GateResult
+    ) -> None:
         """vLLM reads the sequence again, alone; its greedy tokens must be those of the captured states."""
         streams, choices = self._ask([list(tokens)])
         last = self.readout.normed(streams[self.readout.layers])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -87,9 +88,9 @@ def write_corpus(
     """
     shutil.rmtree(folder, ignore_errors=True)
     require_writable(folder)
-    files = {name: open(folder / name, "wb") for name in FILES}
     running, count, trained, rows, letters = hashlib.sha256(), 0, 0, 0, 0
-    try:
+    with ExitStack() as stack:
+        files = {name: stack.enter_context(open(folder / name, "wb")) for name in FILES}
         for name in (OFFSETS, KEY_OFFSETS):
             files[name].write(np.int64(0).tobytes())
         for sequence in sequences:
@@ -100,9 +101,6 @@ def write_corpus(
                 files[name].write(part)
             _add(running, parts)
             count, trained = count + 1, trained + sum(sequence.loss_mask)
-    finally:
-        for file in files.values():
-            file.close()
     note = CorpusNote(inputs, running.hexdigest()[:16], count, rows, trained, accounting.as_dict())
     write_json(folder / NAME, note.__dict__)
     return Corpus(folder)

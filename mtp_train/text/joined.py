@@ -22,7 +22,10 @@ from mtp_train.text.sources import Answer
 
 
 def join_turns(answers: Iterable[Answer]) -> Iterator[tuple[TokenizedConversation, int]]:
-    """Sequences of the answers, in their order, each with the number of its answers; a conversation's turns follow each other as `<id>`, `<id>#1`, ..."""
+    """Sequences of the answers, in their order, each with the number of its answers.
+
+    A conversation's turns follow each other as `<id>`, `<id>#1`, ...
+    """
     last: TokenizedConversation | None = None
     count = 0
     following = ""  # key of the conversation's next turn

@@ -37,7 +37,9 @@ class StatesConnector(ExampleHiddenStatesConnector):
         slots = (block + torch.arange(self._block_size)).flatten()
         rows = pending.token_ids.shape[0]
         states = extract_from_kv_cache(self._kv_cache, slots, rows).contiguous()
-        save_file({"hidden_states": states, "token_ids": pending.token_ids.clone()}, pending.filename)
+        save_file(
+            {"hidden_states": states, "token_ids": pending.token_ids.clone()}, pending.filename
+        )
         self._req_copy_events[pending.req_id] = _Done()
         descriptor = self._lock_fds.pop(pending.req_id, None)
         if descriptor is not None:
