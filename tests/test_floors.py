@@ -46,6 +46,7 @@ LIBRARIES = {
     "transformers": ("attention", "text", "models", "regenerate", "evaluate", "cli"),
     "flashinfer": ("attention",),
     "torch": (
+        "core/dist.py",
         "store",
         "losses",
         "attention",
@@ -71,7 +72,7 @@ LIBRARIES = {
     "httpx": ("regenerate",),
     "wandb": (),
     "tensorboard": (),
-    "vllm": (),
+    "vllm": ("precompute/vllm_side/mtp_train_vllm_states.py",),
     "pickle": (),
 }
 

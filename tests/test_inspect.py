@@ -484,7 +484,7 @@ def test_the_command_tells_terminal_and_page(
     out = capsys.readouterr().out
     assert "from 2 rows; 2 rows refused" in out
     assert "\u27e6Hello.<|im_end|>\u27e7" in out
-    assert "no assistant turn" in out and "no `messages`" in out
+    assert "no assistant turn" in out and "rendered text" in out
     assert "one.jsonl:1, two.jsonl:1" in " ".join(out.split()), "duplicates across files"
     reader = Reader(html.read_text(encoding="utf-8"))
     assert reader.chat(trained=True) == "Hello.<|im_end|>" * 2

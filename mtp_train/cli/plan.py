@@ -9,7 +9,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from mtp_train.cli.corpora import corpora
 from mtp_train.cli.job import Job
+from mtp_train.cli.regenerate import asked_tokens
 from mtp_train.core.progress import say
 from mtp_train.core.records import Sizes
 from mtp_train.models.sizes import target_sizes
@@ -45,9 +47,6 @@ def announce(job: Job, plan: PlanConfig, text: Mapping[str, Corpus], ranks: int)
 
 def workloads(job: Job) -> list[Workload]:
     """The sets' text, tokenised if need be. Answers that the target has yet to write count as long as they may be."""
-    from mtp_train.cli.precompute import corpora
-    from mtp_train.cli.regenerate import asked_tokens
-
     if job.config["regenerate"]["prompts"] and not job.folder.answers("train").is_file():
         return [
             Workload(name, sequences, tokens, bound=True)

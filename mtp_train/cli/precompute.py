@@ -5,29 +5,22 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
+from mtp_train.cli.corpora import SETS, corpora, text_inputs
 from mtp_train.cli.job import Job
 from mtp_train.cli.main import guarded
 from mtp_train.cli.plan import announce
 from mtp_train.cli.run_folder import run_stage
 from mtp_train.core.dist import Ranks, launched_ranks
-from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import digest
 from mtp_train.models.readout import Readout
-from mtp_train.precompute.corpus import make_corpus
 from mtp_train.precompute.estimate import PlanConfig
 from mtp_train.precompute.sources import EngineStates, StateSource
 from mtp_train.precompute.stage import PrecomputeConfig, precompute
 from mtp_train.precompute.vllm_states import VllmStates
-from mtp_train.store.corpus import Corpus
 from mtp_train.store.manifest import NAME
 from mtp_train.store.places import Place
-from mtp_train.text.sources import DataConfig, sources_digest
-from mtp_train.text.template import ChatTemplate
-
-SETS = ("train", "heldout")
 
 
 def stage(job: Job) -> None:
@@ -43,46 +36,6 @@ def stage(job: Job) -> None:
         keeps=True,  # its own contract says which shards may stay
         whole=lambda: all(Place(job.features(name)).exists(NAME) for name in SETS),
     )
-
-
-def text_inputs(job: Job) -> Any:
-    """What the features' text depends on."""
-    data: DataConfig = job.section("data", DataConfig)
-    unknown = sorted(set(data.sets) - set(SETS))
-    if unknown:
-        raise UserError("data.sets may name train and heldout", unknown, "correct the override")
-    regenerated = (
-        job.folder.answers("train").parent.is_dir() and job.config["regenerate"]["prompts"]
-    )
-    before = job.folder.require("regenerate")["outputs"] if regenerated else None
-    own = {name: sources_digest(data.sources(name)) for name in data.sets}
-    return [before, own, asdict(replace(data, sets={}))]
-
-
-def corpora(job: Job) -> dict[str, Corpus]:
-    """The text of every set, tokenised; made where it isn't there."""
-    data: DataConfig = job.section("data", DataConfig)
-    found = {}
-    for name in SETS:
-        answered: Path | None = job.folder.answers(name)
-        if not (answered and answered.is_file() and name in job.config["regenerate"]["prompts"]):
-            answered = None
-        if not answered and name not in data.sets:
-            raise UserError(
-                f"the set {name} needs text",
-                "neither regenerated answers nor sources",
-                f"run regenerate with regenerate.prompts.{name}, or name data.sets.{name}",
-            )
-        found[name] = make_corpus(
-            job.folder.corpus(name),
-            name,
-            answered,
-            data,
-            ChatTemplate(job.tokenizer),
-            digest(job.target_inputs["texts"]),
-            job.vocabulary,
-        )
-    return found
 
 
 def _work(job: Job, config: PrecomputeConfig, ranks: Ranks) -> Any:

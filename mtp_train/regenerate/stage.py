@@ -32,7 +32,7 @@ class RegenerateConfig:
 
     Attributes:
         prompts: name of the set -> a source or a list of them (see text.sources.SourceConfig).
-        limits: name of the set -> use only its first rows (0 or absent: all).
+        limits: name of the set -> use only its first usable conversations (0 or absent: all).
         max_new_tokens: longest answer.
         temperature: 0 is greedy.
         seed: of sampled answers.

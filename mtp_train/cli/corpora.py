@@ -1,0 +1,57 @@
+"""The text of a run's sets: what `regenerate` answered and what `data.sets` names, tokenised once for all stages."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from mtp_train.cli.job import Job
+from mtp_train.core.errors import UserError
+from mtp_train.core.provenance import digest
+from mtp_train.precompute.corpus import make_corpus
+from mtp_train.store.corpus import Corpus
+from mtp_train.text.sources import DataConfig, sources_digest
+from mtp_train.text.template import ChatTemplate
+
+SETS = ("train", "heldout")
+
+
+def text_inputs(job: Job) -> Any:
+    """What the features' text depends on."""
+    data: DataConfig = job.section("data", DataConfig)
+    unknown = sorted(set(data.sets) - set(SETS))
+    if unknown:
+        raise UserError("data.sets may name train and heldout", unknown, "correct the override")
+    regenerated = (
+        job.folder.answers("train").parent.is_dir() and job.config["regenerate"]["prompts"]
+    )
+    before = job.folder.require("regenerate")["outputs"] if regenerated else None
+    own = {name: sources_digest(data.sources(name)) for name in data.sets}
+    return [before, own, asdict(replace(data, sets={}))]
+
+
+def corpora(job: Job) -> dict[str, Corpus]:
+    """The text of every set, tokenised; made where it isn't there."""
+    data: DataConfig = job.section("data", DataConfig)
+    found = {}
+    for name in SETS:
+        answered: Path | None = job.folder.answers(name)
+        if not (answered and answered.is_file() and name in job.config["regenerate"]["prompts"]):
+            answered = None
+        if not answered and name not in data.sets:
+            raise UserError(
+                f"the set {name} needs text",
+                "neither regenerated answers nor sources",
+                f"run regenerate with regenerate.prompts.{name}, or name data.sets.{name}",
+            )
+        found[name] = make_corpus(
+            job.folder.corpus(name),
+            name,
+            answered,
+            data,
+            ChatTemplate(job.tokenizer),
+            digest(job.target_inputs["texts"]),
+            job.vocabulary,
+        )
+    return found
