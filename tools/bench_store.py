@@ -53,6 +53,7 @@ def main() -> int:
     parser.add_argument("--conversations", type=int, default=100)
     parser.add_argument("--max-tokens", type=int, default=1024)
     parser.add_argument("--consumed", type=float, default=2500, help="rows/s of the trainer")
+    parser.add_argument("--many", type=int, default=100_000, help="sequences of a large store")
     args = parser.parse_args()
     if not args.store and not (args.target and args.data):
         parser.error("name a store, or a target and its data")
@@ -71,7 +72,7 @@ def main() -> int:
             codec: measure_codec(codec, shards, Path(scratch) / codec, args.consumed, forward)
             for codec in CODECS
         }
-        result["opening"] = [measure_opening(Path(scratch), count) for count in (10, 100_000)]
+        result["opening"] = [measure_opening(Path(scratch), count) for count in (10, args.many)]
     result["peak_memory_MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     result["cores"], result["threads"] = os.cpu_count(), torch.get_num_threads()
     print(json.dumps(result | {"versions": versions()}, indent=2))
