@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from stores import CHATS, contract_of, rows_of, write_store
 
 from mtp_train.cli.main import main
 from mtp_train.core.errors import UserError
-from mtp_train.store.checks import delete_damaged, sample, stat, verify
+from mtp_train.store.checks import Damage, delete_damaged, sample, stat, verify
 from mtp_train.store.codecs import CODECS
 from mtp_train.store.index import NAME as INDEX
 from mtp_train.store.index import shard_name
@@ -116,12 +117,20 @@ def test_damage_is_named_and_costs_only_itself(
     last = errors.strip().splitlines()[-1]
     assert last.startswith("mtp-train: error:") and "--delete-damaged" in last
     assert all(name in last and name in out for name in named)
-    status, _, _ = command(capsys, monkeypatch, "verify", "--delete-damaged", str(folder))
+    status, _, errors = command(capsys, monkeypatch, "verify", "--delete-damaged", str(folder))
     assert status == 2
+    assert "they were removed: run precompute again" in errors
     bad = {name.split()[0] for name in named}
     assert {path.name for path in folder.iterdir()} == whole.keys() - bad - {NAME}
     remake(folder, whole)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
+
+
+def test_many_damages_are_one_line(folder: Path) -> None:
+    report = verify(FeatureStore(folder))
+    many = replace(report, damages=tuple(Damage(shard_name(at), "missing") for at in range(20)))
+    with pytest.raises(UserError, match=rf"{shard_name(7)} missing and 12 more"):
+        many.require_whole("it")
 
 
 def remake(folder: Path, whole: dict[str, bytes]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from mtp_train.core.progress import progress
 from mtp_train.store.checks import Report, delete_damaged, sample, stat, verify
-from mtp_train.store.shards import FeatureStore
+from mtp_train.store.shards import REMAKE, FeatureStore
 
 
 def tool(arguments: list[str]) -> None:
@@ -52,8 +52,9 @@ def _verify(options: argparse.Namespace) -> None:
         print(_summary(address, reports[address]))
         if options.delete_damaged:
             delete_damaged(store, reports[address])
+    remedy = "they were removed: run precompute again" if options.delete_damaged else REMAKE
     for address, report in reports.items():
-        report.require_whole(address)
+        report.require_whole(address, remedy)
 
 
 def _summary(address: str, report: Report) -> str:

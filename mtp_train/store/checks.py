@@ -20,6 +20,7 @@ from mtp_train.store.index import read_entries
 from mtp_train.store.manifest import NAME, ShardEntry
 from mtp_train.store.shards import REMAKE, FeatureStore, Shard, read_header
 
+NAMED = 8  # damaged files in one error
 QUANTILES = {"shortest": 0.0, "10 %": 0.1, "median": 0.5, "90 %": 0.9, "99 %": 0.99, "longest": 1.0}
 
 
@@ -66,13 +67,15 @@ class Report:
     norms: dict[str, Norms]
     damages: tuple[Damage, ...]
 
-    def require_whole(self, address: str) -> None:
-        """Raise `UserError` that names every damaged file."""
+    def require_whole(self, address: str, remedy: str = REMAKE) -> None:
+        """Raise `UserError` that names the damaged files."""
         if self.damages:
+            named = ", ".join(map(str, self.damages[:NAMED]))
+            more = len(self.damages) - NAMED
             raise UserError(
                 "a store must be what its manifest says",
-                f"{address}: " + ", ".join(map(str, self.damages)),
-                REMAKE,
+                f"{address}: {named}" + (f" and {more} more" if more > 0 else ""),
+                remedy,
             )
 
 

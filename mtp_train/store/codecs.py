@@ -70,7 +70,7 @@ class Lossless:
     """
 
     parts: tuple[str, ...] = ("",)
-    common: tuple[str, ...] = ("centre", "shared")
+    common: tuple[str, ...] = ("shared",)
     blocks = True
 
     def encode(self, state_TD: Tensor, offsets: Sequence[int]) -> dict[str, Tensor]:
@@ -88,22 +88,23 @@ class Lossless:
         return {
             "": _bytes(b"".join(blocks)),
             "blocks": torch.from_numpy(edges),
-            "centre": centre_D,
-            "shared": _bytes(_frames(compress, shared_S[:0], plane_PTD[:, shared_S])),
+            "shared": _bytes(_frames(compress, centre_D.numpy(), plane_PTD[:, shared_S])),
         }
 
     def decoder(self, common: dict[str, Tensor], width: int, dtype: torch.dtype) -> Decode:
-        def rows(block: Tensor) -> tuple[Tensor, Tensor]:
-            ref_R, *planes = _unframe(block)
-            plane_PLD = torch.stack(planes).view(len(planes), -1, width)
-            plane_PLD[0] += common["centre"]
-            return ref_R.view(torch.int32), join_planes(plane_PLD, dtype)
+        centre_D, *planes = _unframe(common["shared"])
 
-        _, shared_SD = rows(common["shared"])
+        def join(planes: list[Tensor]) -> Tensor:
+            plane_PLD = torch.stack(planes).view(len(planes), -1, width)
+            plane_PLD[0] += centre_D
+            return join_planes(plane_PLD, dtype)
+
+        shared_SD = join(planes)
 
         def decode(parts: dict[str, Tensor]) -> Tensor:
-            ref_R, own_LD = rows(parts[""])
-            return torch.cat([shared_SD[ref_R], own_LD]) if len(ref_R) else own_LD
+            ref_R, *planes = _unframe(parts[""])
+            own_LD = join(planes)
+            return torch.cat([shared_SD[ref_R.view(torch.int32)], own_LD]) if len(ref_R) else own_LD
 
         return decode
 
@@ -179,9 +180,9 @@ def repeated_beginnings(
     return shared_S, [np.searchsorted(shared_S, begin).astype(np.int32) for begin in begins]
 
 
-def _frames(compress: Callable[[bytes], bytes], ref_R: np.ndarray, plane_PLD: Tensor) -> bytes:
-    """References and planes, each compressed, each behind its length."""
-    pieces = [ref_R.tobytes(), *(plane.contiguous().numpy().tobytes() for plane in plane_PLD)]
+def _frames(compress: Callable[[bytes], bytes], first: np.ndarray, plane_PLD: Tensor) -> bytes:
+    """An array and planes, each compressed, each behind its length."""
+    pieces = [first.tobytes(), *(plane.contiguous().numpy().tobytes() for plane in plane_PLD)]
     packed = [compress(piece) for piece in pieces]
     return b"".join(len(piece).to_bytes(4, "little") + piece for piece in packed)
 

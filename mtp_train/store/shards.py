@@ -27,6 +27,13 @@ from mtp_train.store.manifest import Contract, Manifest, ShardEntry, load_manife
 from mtp_train.store.places import Place, split
 
 OPEN_SHARDS = 32  # mapped at a time
+DAMAGE = (
+    ValueError,
+    KeyError,
+    IndexError,
+    TypeError,
+    RuntimeError,
+)  # what parsing damaged bytes ends in
 REMAKE = "run `mtp-train store verify --delete-damaged` on its store, then precompute again"
 
 
@@ -188,7 +195,7 @@ class Shard:
         try:
             tokens, mask, *stored = self._file.cut(wanted)
             states = self._decode(stored)
-        except ValueError as error:
+        except DAMAGE as error:
             raise _damaged(f"{self.name}, sequence {self.keys[index]!r}: {error}") from error
         return FeatureSequence(self.keys[index], tokens.long(), mask.long(), states)
 
@@ -290,7 +297,7 @@ def _open(place: Place, name: str, states: Sequence[str] | None = None) -> Shard
     file = read_header(place, name)
     try:
         return Shard(file, f"{place}/{name}", states)
-    except (ValueError, KeyError, TypeError) as error:
+    except DAMAGE as error:
         raise _damaged(f"{place}/{name}: {error}") from error
 
 
