@@ -41,7 +41,7 @@ def test_every_row_is_used_repaired_or_refused(
             "{broken",
         ],
     )
-    config = RegenerateConfig({"train": prompts}, {"train": 3}, max_new_tokens=4)
+    config = RegenerateConfig({"train": prompts}, {"train": 2}, max_new_tokens=4)
     out = tmp_path / "train.jsonl"
     accounting = regenerate(engine, load_tokenizer(smollm2_path), config, "train", out)
     assert (accounting.used, sum(accounting.repaired.values())) == (1, 1)
@@ -82,5 +82,5 @@ def test_lines_beyond_python_are_refused_not_raised(tmp_path: Path) -> None:
     )
     accounting = Accounting()
     found = read_conversations(path, accounting)
-    assert [conversation.key for conversation in found] == ["1", "6"]
+    assert [conversation.key for conversation in found] == ["odd.jsonl:1", "odd.jsonl:6"]
     assert accounting.used == 2 and accounting.total == 6

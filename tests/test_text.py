@@ -380,6 +380,17 @@ def test_a_chat_that_the_assistant_opens_has_no_prompt_to_train_after(
     assert "Welcome!" in template.tokenizer.decode(record.tokens)
 
 
+def test_a_reply_ends_with_its_first_end_of_turn_token(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Whatever else the template puts after a last turn: serving stops there."""
+    source = tokenizer.chat_template + (
+        "{% if not add_generation_prompt %}{{ '<|endoftext|>' }}{% endif %}"
+    )
+    (record,) = records(with_template(tokenizer, source), chat("Hi", "Hello.", "Bye", "Bye."))
+    assert replies(record) == [say(tokenizer, "Hello."), say(tokenizer, "Bye.")]
+
+
 def test_untrained_replies_are_context(template: ChatTemplate) -> None:
     conversation = chat("a", "one", "b", "two", "c", "three")
     (record,) = records(template, replace(conversation, untrained=frozenset({3})))

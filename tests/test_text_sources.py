@@ -335,6 +335,7 @@ REFUSED = {
     json.dumps(sharegpt(("human", "a"), ("function_call", "f()"))): "a tool call that is not valid JSON",
     json.dumps({"messages": [*PING], "tools": "f, g"}): "tools are not valid JSON",
     json.dumps({"messages": [*PING], "tools": ["f"]}): "tools must be a list of function schemas",
+    json.dumps({"messages": [*PING], "tools": [{"type": "function"}]}): "a tool without a function's name",
     json.dumps({"input_ids": [1, 2], "loss_mask": [0, 1]}): "token ids without messages",
 }  # fmt: skip
 
@@ -592,3 +593,14 @@ def test_answers_are_read_as_they_were_said(tmp_path: Path) -> None:
         "not a regenerated answer": f"{path}:3",
     }
     assert accounting.total == 3
+
+
+def test_a_counted_row_can_be_counted_otherwise() -> None:
+    accounting = Accounting()
+    for repairs in ((), ("a", "b"), ("a", "b")):
+        accounting.count(repairs, "f:1")
+    accounting.withdraw(())
+    accounting.withdraw(("a", "b"))
+    assert (accounting.used, accounting.repaired) == (0, {"a; b": 1})
+    accounting.withdraw(("a", "b"))
+    assert accounting.total == 0

@@ -70,7 +70,7 @@ def regenerate(
     conversations = read_conversations(config.prompts[name], accounting)
     limit = config.limits.get(name, 0) or len(conversations)
     for conversation in conversations[limit:]:
-        accounting.used -= 1
+        accounting.withdraw(conversation.repairs)
         accounting.refuse(f"beyond regenerate.limits.{name}", conversation.key)
     template = ChatTemplate(tokenizer)
     prompts = _prompts(template, conversations[:limit], accounting)
@@ -106,7 +106,7 @@ def regenerate(
     for conversation, _ in prompts:
         row = answered[conversation.key]
         if row["finish"].startswith("refused"):
-            accounting.used -= 1
+            accounting.withdraw(conversation.repairs)
             accounting.refuse(row["finish"], conversation.key)
         else:
             kept.append(row)
@@ -128,7 +128,7 @@ def _prompts(
         messages = conversation.messages
         while messages and messages[-1]["role"] == "assistant":
             messages = messages[:-1]
-        accounting.used -= 1
+        accounting.withdraw(conversation.repairs)
         if not messages:
             accounting.refuse("nothing to answer before the assistant's turn", conversation.key)
             continue
@@ -137,11 +137,11 @@ def _prompts(
         except UserError as error:
             accounting.refuse(f"the chat template fails: {error.received}", conversation.key)
             continue
-        if messages == conversation.messages:
-            accounting.used += 1
-        else:
-            accounting.repair("the given last reply is dropped: the target writes its own")
-        found.append((replace(conversation, messages=messages), ids))
+        repairs = conversation.repairs
+        if messages != conversation.messages:
+            repairs += ("the given last reply is dropped: the target writes its own",)
+        accounting.count(repairs, conversation.key)
+        found.append((replace(conversation, messages=messages, repairs=repairs), ids))
     if not found:
         raise UserError(
             "regenerate needs at least one prompt", accounting.as_dict(), "see the reasons"

@@ -80,10 +80,9 @@ class SourceConfig:
 
 @dataclass(frozen=True)
 class Parsed:
-    """A row that was read: a chat or token ids, and the repairs it took."""
+    """A row that was read: a chat or token ids."""
 
     item: Conversation | TokenizedConversation
-    rules: tuple[str, ...]
     place: str
     source: int  # index
 
@@ -100,7 +99,7 @@ def conversations(
     for parsed in _parse(sources, accounting, seed, prompts=True):
         if isinstance(parsed.item, TokenizedConversation):
             accounting.refuse("token ids without messages", parsed.place)
-        elif _account(accounting, parsed, parsed.rules, strict):
+        elif _account(accounting, parsed.place, parsed.item.repairs, strict):
             found[parsed.source] += 1
             yield parsed.item
     _require_any(found, sources, accounting, "row")
@@ -133,7 +132,7 @@ def tokenized(
             accounting.refuse(outcome.reason, parsed.place)
             continue
         records, rules, notes = outcome
-        if not _account(accounting, parsed, (*parsed.rules, *rules), strict):
+        if not _account(accounting, parsed.place, rules, strict):
             continue
         for what, count in notes.items():
             accounting.note(what, count)
@@ -143,15 +142,12 @@ def tokenized(
     _require_any(found, sources, accounting, "row with tokens to train")
 
 
-def _account(accounting: Accounting, parsed: Parsed, rules: Sequence[str], strict: bool) -> bool:
+def _account(accounting: Accounting, place: str, rules: Sequence[str], strict: bool) -> bool:
     """Count a readable row; False where strictness refuses it."""
-    if not rules:
-        accounting.used += 1
-        return True
-    if strict:
-        accounting.refuse("needs a repair: " + "; ".join(rules), parsed.place)
+    if rules and strict:
+        accounting.refuse("needs a repair: " + "; ".join(rules), place)
         return False
-    accounting.repair("; ".join(rules), parsed.place)
+    accounting.count(rules, place)
     return True
 
 
@@ -194,13 +190,13 @@ def _parse(
             accounting.refuse(LEFT_OUT, row.place)
             continue
         try:
-            item, rules = _read(row, sources[index], prompts)
+            item = _read(row, sources[index], prompts)
         except RowRefused as error:
             place = f"{row.place} ({error.detail})" if error.detail else row.place
             accounting.refuse(error.reason, place)
             continue
         item = replace(item, key=keys.unique(item.key))
-        yield Parsed(item, rules, row.place, index)
+        yield Parsed(item, row.place, index)
 
 
 def _rows(source: SourceConfig) -> Iterator[Row]:
@@ -208,9 +204,7 @@ def _rows(source: SourceConfig) -> Iterator[Row]:
     return islice(rows, source.limit or None)
 
 
-def _read(
-    row: Row, source: SourceConfig, prompts: bool
-) -> tuple[Conversation | TokenizedConversation, tuple[str, ...]]:
+def _read(row: Row, source: SourceConfig, prompts: bool) -> Conversation | TokenizedConversation:
     if isinstance(row.value, Fault):
         raise RowRefused(row.value.reason)
     parts = read_form(row.value, source.form)
@@ -220,13 +214,17 @@ def _read(
     category = row.value.get("category")
     category = category if isinstance(category, str) and category else source.category
     if isinstance(parts, Ids):
-        return TokenizedConversation(key, parts.tokens, parts.loss_mask, category), ()
+        return TokenizedConversation(key, parts.tokens, parts.loss_mask, category)
     found = read_turns(parts, prompts)
     tools = read_tools(parts.tools)
-    conversation = Conversation(
-        key, tuple(found.messages), category, tools, frozenset(found.untrained)
+    return Conversation(
+        key,
+        tuple(found.messages),
+        category,
+        tools,
+        frozenset(found.untrained),
+        tuple(found.rules),
     )
-    return conversation, tuple(found.rules)
 
 
 def _key(row: Row) -> str:
@@ -247,8 +245,8 @@ def _tokenize(
             return Refusal(fault)
         records = [parsed.item]
     else:
-        conversation, rules = template.fit(parsed.item)
-        outcome = template.tokenize(conversation)
+        rules = [*parsed.item.repairs, *template.fit(parsed.item)[1]]
+        outcome = template.tokenize(parsed.item)
         if isinstance(outcome, Refusal):
             return outcome
         records = outcome
