@@ -610,6 +610,7 @@ def test_the_pipeline_leaves_every_output(pipeline: Path) -> None:
         "errors": {},
         "examples": {},
         "answers": {"length": 6},
+        "notes": {},
     }
     assert [len(FeatureStore(run / "precompute" / name)) for name in ("train", "heldout")] == [6, 3]
     assert (run / "train" / "curves.jsonl").stat().st_size

@@ -410,5 +410,9 @@ def test_lines_beyond_python_are_refused_not_raised(tmp_path: Path) -> None:
     )
     accounting = Accounting()
     found = read_conversations(path, accounting)
-    assert [conversation.key for conversation in found] == ["odd.jsonl:1", "odd.jsonl:5", "odd.jsonl:6"]
+    assert [conversation.key for conversation in found] == [
+        "odd.jsonl:1",
+        "odd.jsonl:5",
+        "odd.jsonl:6",
+    ]
     assert accounting.used == 3 and accounting.total == 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ class Conversation:
     category: str = "all"
     tools: tuple[dict[str, Any], ...] = ()  # function schemas that the template is given
     untrained: frozenset[int] = frozenset()  # indices of assistant turns that are context only
+    repairs: tuple[str, ...] = ()  # rules that its row was repaired by
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,23 @@ class Accounting:
     refused: dict[str, int] = field(default_factory=dict)  # reason -> rows
     examples: dict[str, str] = field(default_factory=dict)  # rule or reason -> first row it met
     notes: dict[str, int] = field(default_factory=dict)  # other counts; no rows, no part of the sum
+
+    def count(self, rules: Sequence[str], example: str) -> None:
+        """A row that is used, as it is or after repairs."""
+        if rules:
+            self.repair("; ".join(rules), example)
+        else:
+            self.used += 1
+
+    def withdraw(self, rules: Sequence[str]) -> None:
+        """Take back `count`, to count the row otherwise."""
+        if not rules:
+            self.used -= 1
+            return
+        rule = "; ".join(rules)
+        self.repaired[rule] -= 1
+        if not self.repaired[rule]:
+            del self.repaired[rule]
 
     def repair(self, rule: str, example: str = "") -> None:
         self.repaired[rule] = self.repaired.get(rule, 0) + 1

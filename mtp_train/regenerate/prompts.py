@@ -46,14 +46,15 @@ def read_plans(
     others are not counted yet.
     """
     plans = []
-    for number, (conversation, rules, _) in enumerate(asked(sources, accounting)):
+    for number, conversation in enumerate(asked(sources, accounting)):
         turns, own = split_turns(conversation.messages)
         if limit and number >= limit:
             accounting.refuse(f"beyond {limit_name}", conversation.key)
         elif not turns:
             accounting.refuse("no user's message to answer", conversation.key)
         else:
-            plans.append(Plan(conversation, turns, "; ".join(filter(None, (rules, own)))))
+            rules = [*conversation.repairs, *filter(None, [own])]
+            plans.append(Plan(conversation, turns, "; ".join(rules)))
     _require_unique(plans, sources)
     return plans
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
 from random import Random
 from typing import TypeVar
 
@@ -37,15 +36,13 @@ def mix(
         _draw(opener(), size, count, Random(f"{seed} {index}"))
         for index, (opener, size, count) in enumerate(zip(openers, sizes, wanted, strict=True))
     ]
-    left: list[Iterator[tuple[int, T, bool]]] = []
     for index in interleave(wanted):
         for row, kept in draws[index]:
             yield index, row, kept
             if kept:
                 break
     for index, draw in enumerate(draws):
-        left.append((index, row, kept) for row, kept in draw)
-    yield from chain(*left)
+        yield from ((index, row, kept) for row, kept in draw)
 
 
 def quotas(sizes: Sequence[int], shares: Sequence[float]) -> list[int]:

@@ -41,6 +41,7 @@ __all__ = [
 
 ANSWER_KEYS = {"id", "category", "messages", "prompt_ids", "output_ids", "finish"}
 KEYS = ("id", "key", "conversation_id", "question_id")
+NEEDS_REPAIR = "needs a repair: "
 LEFT_OUT = "left out by mixing weights"
 TOO_LONG_IN_PART = "replies beyond the longest length left out"
 
@@ -142,10 +143,9 @@ def sources_digest(sources: Sequence[SourceConfig]) -> str:
 
 @dataclass(frozen=True)
 class Parsed:
-    """A row that was read: a chat or token ids, and the repairs it took."""
+    """A row that was read: a chat or token ids."""
 
     item: Conversation | TokenizedConversation
-    rules: tuple[str, ...]
     place: str
     source: int  # index
 
@@ -158,30 +158,24 @@ def conversations(
     Raises:
         UserError: a source is not there, or has no usable row.
     """
-    for conversation, rules, place in asked(sources, accounting, strict=strict, seed=seed):
-        if rules:
-            accounting.repair(rules, place)
-        else:
-            accounting.used += 1
+    for conversation in asked(sources, accounting, strict=strict, seed=seed):
+        accounting.count(conversation.repairs, conversation.key)
         yield conversation
 
 
 def asked(
     sources: Sequence[SourceConfig], accounting: Accounting, *, strict: bool = False, seed: int = 0
-) -> Iterator[tuple[Conversation, str, str]]:
-    """Like `conversations`, with the repairs that each one took ("" if none) and its place, for a caller who counts
-    what becomes of it: only refusals are counted here.
-    """
+) -> Iterator[Conversation]:
+    """Like `conversations`, for a caller who counts what becomes of each: only refusals are counted here."""
     found = [0] * len(sources)
     for parsed in _parse(sources, accounting, seed, prompts=True):
-        rules = "; ".join(parsed.rules)
         if isinstance(parsed.item, TokenizedConversation):
             accounting.refuse("token ids without messages", parsed.place)
-        elif rules and strict:
-            accounting.refuse(f"needs a repair: {rules}", parsed.place)
+        elif strict and parsed.item.repairs:
+            accounting.refuse(NEEDS_REPAIR + "; ".join(parsed.item.repairs), parsed.place)
         else:
             found[parsed.source] += 1
-            yield parsed.item, rules, parsed.place
+            yield parsed.item
     _require_any(found, sources, accounting, "row")
 
 
@@ -212,7 +206,7 @@ def tokenized(
             accounting.refuse(outcome.reason, parsed.place)
             continue
         records, rules, notes = outcome
-        if not _account(accounting, parsed, (*parsed.rules, *rules), strict):
+        if not _account(accounting, parsed.place, rules, strict):
             continue
         for what, count in notes.items():
             accounting.note(what, count)
@@ -222,15 +216,12 @@ def tokenized(
     _require_any(found, sources, accounting, "row with tokens to train")
 
 
-def _account(accounting: Accounting, parsed: Parsed, rules: Sequence[str], strict: bool) -> bool:
+def _account(accounting: Accounting, place: str, rules: Sequence[str], strict: bool) -> bool:
     """Count a readable row; False where strictness refuses it."""
-    if not rules:
-        accounting.used += 1
-        return True
-    if strict:
-        accounting.refuse("needs a repair: " + "; ".join(rules), parsed.place)
+    if rules and strict:
+        accounting.refuse(NEEDS_REPAIR + "; ".join(rules), place)
         return False
-    accounting.repair("; ".join(rules), parsed.place)
+    accounting.count(rules, place)
     return True
 
 
@@ -273,13 +264,13 @@ def _parse(
             accounting.refuse(LEFT_OUT, row.place)
             continue
         try:
-            item, rules = _read(row, sources[index], prompts)
+            item = _read(row, sources[index], prompts)
         except RowRefused as error:
             place = f"{row.place} ({error.detail})" if error.detail else row.place
             accounting.refuse(error.reason, place)
             continue
         item = replace(item, key=keys.unique(item.key))
-        yield Parsed(item, rules, row.place, index)
+        yield Parsed(item, row.place, index)
 
 
 def _rows(source: SourceConfig) -> Iterator[Row]:
@@ -287,9 +278,7 @@ def _rows(source: SourceConfig) -> Iterator[Row]:
     return islice(rows, source.limit or None)
 
 
-def _read(
-    row: Row, source: SourceConfig, prompts: bool
-) -> tuple[Conversation | TokenizedConversation, tuple[str, ...]]:
+def _read(row: Row, source: SourceConfig, prompts: bool) -> Conversation | TokenizedConversation:
     if isinstance(row.value, Fault):
         raise RowRefused(row.value.reason)
     parts = read_form(row.value, source.form)
@@ -299,13 +288,17 @@ def _read(
     category = row.value.get("category")
     category = category if isinstance(category, str) and category else source.category
     if isinstance(parts, Ids):
-        return TokenizedConversation(key, parts.tokens, parts.loss_mask, category), ()
+        return TokenizedConversation(key, parts.tokens, parts.loss_mask, category)
     found = read_turns(parts, prompts)
     tools = read_tools(parts.tools)
-    conversation = Conversation(
-        key, tuple(found.messages), category, tools, frozenset(found.untrained)
+    return Conversation(
+        key,
+        tuple(found.messages),
+        category,
+        tools,
+        frozenset(found.untrained),
+        tuple(found.rules),
     )
-    return conversation, tuple(found.rules)
 
 
 def _key(row: Row) -> str:
@@ -326,8 +319,8 @@ def _tokenize(
             return Refusal(fault)
         records = [parsed.item]
     else:
-        conversation, rules = template.fit(parsed.item)
-        outcome = template.tokenize(conversation)
+        rules = [*parsed.item.repairs, *template.fit(parsed.item)[1]]
+        outcome = template.tokenize(parsed.item)
         if isinstance(outcome, Refusal):
             return outcome
         records = outcome

@@ -100,7 +100,7 @@ class ChatTemplate:
         return list(self._ids(text, veiled))
 
     def fit(self, conversation: Conversation) -> tuple[Conversation, list[str]]:
-        """The conversation as far as this template can show it, and the rules by which it was changed."""
+        """The conversation as far as this template can show it, and the rules by which `tokenize` changes it."""
         source = self.tokenizer.get_chat_template(None, list(conversation.tools) or None)
         messages, untrained, rules = conversation.messages, conversation.untrained, []
         last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
@@ -125,7 +125,7 @@ class ChatTemplate:
         Replies share a record while the template renders earlier turns alike; where it renders them otherwise
         (reasoning dropped from older turns), a later reply starts a record of its own.
         """
-        turns = self._turns(conversation)
+        turns = self._turns(self.fit(conversation)[0])
         if isinstance(turns, Refusal):
             return turns
         found = self._join_by_text(turns)
@@ -135,7 +135,7 @@ class ChatTemplate:
         self, conversation: Conversation
     ) -> list[TokenizedConversation] | Refusal:
         """`tokenize` by its definition: every prompt and every reply encoded by itself, quadratic in the turns."""
-        turns = self._turns(conversation)
+        turns = self._turns(self.fit(conversation)[0])
         if isinstance(turns, Refusal):
             return turns
         return _records(conversation, self._join_by_ids(turns))
@@ -167,15 +167,22 @@ class ChatTemplate:
             wholes = self._render([messages[: index + 1] for index in trained], tools, False)
         except UserError as error:
             return Refusal(f"the chat template fails: {error.received}")
-        turns = [_Turn(p, self._cut(w), veiled) for p, w in zip(prompts, wholes, strict=True)]
+        turns = [_Turn(p, self._cut(p, w), veiled) for p, w in zip(prompts, wholes, strict=True)]
         if not all(turn.whole.startswith(turn.prompt) for turn in turns):
             return Refusal(OTHER_HEADER)
         if all(turn.whole == turn.prompt for turn in turns):
             return Refusal("the template renders no reply")
         return [turn for turn in turns if turn.whole != turn.prompt]
 
-    def _cut(self, whole: str) -> str:
-        """Without what the template puts after the end-of-turn token (a newline, often): the target never says it."""
+    def _cut(self, prompt: str, whole: str) -> str:
+        """Without what the template puts after the end-of-turn token (a newline, often): the target never says it.
+
+        The reply's own text can't hold that token: there it is veiled.
+        """
+        stop = self.tokenizer.eos_token or ""
+        end = whole.find(stop, len(prompt)) if stop else -1
+        if end >= 0:
+            return whole[: end + len(stop)]
         stripped = whole.rstrip()
         return stripped if stripped.endswith(self._ends) else whole
 
@@ -279,7 +286,7 @@ class ChatTemplate:
         starts = [start for start, _ in spans]
         mask = [0] * len(ids)
         for turn in group:
-            first = self._boundary(encoded, starts, len(turn.prompt))
+            first = self._boundary(encoded, starts, turn)
             end = bisect_left(starts, len(turn.whole))
             ends = ids[end - 1] in self._cuts and spans[end - 1][1] >= len(turn.whole)
             if first is None or not ends:
@@ -287,16 +294,16 @@ class ChatTemplate:
             mask[first:end] = [1] * (end - first)
         return mask
 
-    def _boundary(self, encoded: _Encoded, starts: Sequence[int], at: int) -> int | None:
-        """The first token after the prompt text[:at], if the tokens before it are those of the prompt alone."""
-        ids, spans = encoded.ids, encoded.spans
+    def _boundary(self, encoded: _Encoded, starts: Sequence[int], turn: _Turn) -> int | None:
+        """The first token after the prompt, if the tokens before it are those of the prompt alone."""
+        ids, spans, at = encoded.ids, encoded.spans, len(turn.prompt)
         first = bisect_left(starts, at)
         cut = first - 1
         while cut >= 0 and ids[cut] not in self._cuts:
             cut -= 1
         if cut < 0 or spans[first - 1][1] > at:
             return None
-        alone = self._tail(encoded.text[spans[cut][0] : at], False)
+        alone = self._tail(encoded.text[spans[cut][0] : at], turn.veiled)
         return first if alone == tuple(ids[cut:first]) else None
 
 

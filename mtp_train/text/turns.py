@@ -88,11 +88,15 @@ def read_tools(tools: Any) -> tuple[dict[str, Any], ...]:
         return ()
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RowRefused("tools must be a list of function schemas")
-    return tuple(tool if "function" in tool else _wrapped(tool) for tool in tools)
+    return tuple(map(_tool, tools))
 
 
-def _wrapped(function: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "function": function}
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    wrapped = tool if "function" in tool else {"type": "function", "function": tool}
+    function = wrapped["function"]
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RowRefused("a tool without a function's name")
+    return wrapped
 
 
 # --- one turn -------------------------------------------------------------------------------------------------
