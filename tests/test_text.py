@@ -448,18 +448,26 @@ def test_control_tokens_in_tools_and_calls_stay_text(tokenizer: PreTrainedTokeni
     assert template.fit(conversation)[1] == [AS_TEXT]
 
 
-def test_a_reply_may_hold_marks_that_are_the_targets_own(
+def test_marks_that_frame_no_turn_are_what_serving_makes_of_them(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """<think> is an added token that the template writes, but no frame of a turn."""
+    """</think> and <call> are added tokens; <call>, which opens the user's turn here, is a control token by that."""
     other = copy.deepcopy(tokenizer)
-    other.add_tokens(["<think>", "</think>"])
-    template = with_template(other, REASONS)
-    think = template.tokenizer.convert_tokens_to_ids("</think>")
-    conversation = chat("Is </think> a token?", "<think>\nhm\n</think>\n\nYes.")
+    other.add_tokens(["<think>", "</think>", "<call>"])
+    template = with_template(
+        other, REASONS.replace("{{- content -}}", "{{- '<call>' + content -}}")
+    )
+    think, call = template.tokenizer.convert_tokens_to_ids(["</think>", "<call>"])
+    conversation = chat(
+        "Are </think> and <call> tokens?", "<think>\nhm\n</think>\n\nYes, <call> is."
+    )
     (record,) = records(template, conversation)
-    assert record.tokens.count(think) == 1
-    assert record.loss_mask[record.tokens.index(think)] == 1
+    assert record.tokens.count(think) == 2
+    assert record.tokens.count(call) == 2, "one before each content"
+    assert [record.loss_mask[at] for at, token in enumerate(record.tokens) if token == think] == [
+        0,
+        1,
+    ]
 
 
 def test_private_characters_stay_themselves_and_are_no_way_in(template: ChatTemplate) -> None:
