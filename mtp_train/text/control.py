@@ -14,12 +14,13 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from mtp_train.core.errors import UserError
 
 PLANE = 0x100000  # plane 16, private use
+MARK = "\U0010fffd"  # the plane's last: stands for an added token before letters
 
 
 class Veil:
@@ -83,16 +84,22 @@ class Veil:
             start = spans[left][1] if left >= 0 else 0
             end = spans[right][0] if right < len(ids) else len(text)
             if _private(text[start:end]):
-                plain = self._letters().encode(lift(text[start:end]), add_special_tokens=False)
-                found_ids += plain.ids
-                found_spans += [(a + start, b + start) for a, b in plain.offsets]
+                mark = (
+                    MARK if left >= 0 else ""
+                )  # some tokenizers open a text otherwise than go on after a token
+                plain = self._letters().encode(
+                    mark + lift(text[start:end]), add_special_tokens=False
+                )
+                found_ids += plain.ids[len(mark) :]
+                moved = start - len(mark)
+                found_spans += [(a + moved, b + moved) for a, b in plain.offsets[len(mark) :]]
             else:
                 found_ids += ids[left + 1 : right]
                 found_spans += spans[left + 1 : right]
         return found_ids, found_spans
 
     def _letters(self) -> Tokenizer:
-        """The tokenizer without its added tokens."""
+        """The tokenizer without its added tokens, but with one that stands for any of them."""
         if self._plain is None:
             whole = json.loads(self.tokenizer.backend_tokenizer.to_str())
             whole |= {
@@ -102,6 +109,7 @@ class Veil:
                 "padding": None,
             }
             self._plain = Tokenizer.from_str(json.dumps(whole))
+            self._plain.add_special_tokens([AddedToken(MARK, normalized=False)])
         return self._plain
 
     def _cover(self, value: Any) -> Any:
