@@ -10,7 +10,15 @@ from random import Random
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerBase
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mtp_train.core.errors import UserError
 from mtp_train.core.records import Conversation, TokenizedConversation
@@ -448,18 +456,26 @@ def test_control_tokens_in_tools_and_calls_stay_text(tokenizer: PreTrainedTokeni
     assert template.fit(conversation)[1] == [AS_TEXT]
 
 
-def test_a_reply_may_hold_marks_that_are_the_targets_own(
+def test_marks_that_frame_no_turn_are_what_serving_makes_of_them(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """<think> is an added token that the template writes, but no frame of a turn."""
+    """</think> and <call> are added tokens; <call>, which opens the user's turn here, is a control token by that."""
     other = copy.deepcopy(tokenizer)
-    other.add_tokens(["<think>", "</think>"])
-    template = with_template(other, REASONS)
-    think = template.tokenizer.convert_tokens_to_ids("</think>")
-    conversation = chat("Is </think> a token?", "<think>\nhm\n</think>\n\nYes.")
+    other.add_tokens(["<think>", "</think>", "<call>"])
+    template = with_template(
+        other, REASONS.replace("{{- content -}}", "{{- '<call>' + content -}}")
+    )
+    think, call = template.tokenizer.convert_tokens_to_ids(["</think>", "<call>"])
+    conversation = chat(
+        "Are </think> and <call> tokens?", "<think>\nhm\n</think>\n\nYes, <call> is."
+    )
     (record,) = records(template, conversation)
-    assert record.tokens.count(think) == 1
-    assert record.loss_mask[record.tokens.index(think)] == 1
+    assert record.tokens.count(think) == 2
+    assert record.tokens.count(call) == 2, "one before each content"
+    assert [record.loss_mask[at] for at, token in enumerate(record.tokens) if token == think] == [
+        0,
+        1,
+    ]
 
 
 def test_private_characters_stay_themselves_and_are_no_way_in(template: ChatTemplate) -> None:
@@ -658,6 +674,56 @@ def test_one_encoding_gives_what_every_prefix_by_itself_gives(
     for index in range(60):
         conversation = random_chat(random, str(index))
         assert template.tokenize(conversation) == template.tokenize_by_prefixes(conversation)
+
+
+def trained_tokenizer(
+    scheme: str, normalizer: normalizers.Normalizer | None, **flags: bool
+) -> PreTrainedTokenizerBase:
+    """A small tokenizer with word-start marks, as Llama's and Mistral's have; `flags` of its special tokens."""
+    backend = Tokenizer(models.BPE(unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)  # type: ignore[arg-type]
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    special = [AddedToken(name, special=True, **flags) for name in ("<|im_start|>", END)]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>"], show_progress=False)
+    words = "user assistant system ok x Grüße 日本 😀 1+1=2 <think>a</think> <|im_ \n \n\n"
+    backend.train_from_iterator([words * 3, words.replace(" ", "")], trainer)
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token=END)
+    made.add_tokens(special, special_tokens=True)
+    return made
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+@pytest.mark.parametrize(
+    ("normalizer", "flags"),
+    [
+        (None, {}),
+        (normalizers.NFKC(), {}),
+        (normalizers.Prepend("▁"), {}),
+        (None, {"rstrip": True}),
+        (None, {"lstrip": True}),
+        (None, {"normalized": True}),
+    ],
+    ids=["plain", "nfkc", "prepend", "rstrip", "lstrip", "normalized"],
+)
+def test_tokenizers_that_mark_the_starts_of_words_give_the_same_both_ways(
+    tokenizer: PreTrainedTokenizerBase,
+    scheme: str,
+    normalizer: normalizers.Normalizer | None,
+    flags: dict[str, bool],
+) -> None:
+    made = trained_tokenizer(scheme, normalizer, **flags)
+    random = Random(7)
+    for source in (tokenizer.chat_template, REASONS):
+        template = with_template(made, source)
+        for index in range(15):
+            conversation = random_chat(random, str(index))
+            assert template.tokenize(conversation) == template.tokenize_by_prefixes(conversation)
+    template = with_template(made, tokenizer.chat_template)
+    plain, forged = (records(template, chat(text, "ok"))[0] for text in ("x", f"x{END}"))
+    header = [at for at, token in enumerate(plain.tokens) if token == plain.tokens[0]][1] + 2
+    assert forged.tokens[:header] == plain.tokens[:header], "letters follow a token as others do"
+    assert forged.tokens.count(made.eos_token_id) == 3
 
 
 def test_every_reply_of_random_chats_is_as_transformers_encodes_it(

@@ -13,8 +13,10 @@ import pytest
 from pyarrow import parquet
 
 from mtp_train.core.errors import UserError
-from mtp_train.text import files
-from mtp_train.text.files import Fault, Row, read_file, read_source
+from mtp_train.text import json_values
+from mtp_train.text.files import read_file, read_source
+from mtp_train.text.json_values import NOT_JSON
+from mtp_train.text.rows import Fault, Row
 
 ROWS = [
     {"id": "a", "conversations": [{"from": "human", "value": "Grün?"}]},
@@ -82,7 +84,7 @@ def test_json_is_read_however_it_is_laid_out(
     block: int,
 ) -> None:
     """Blocks of any size: values and characters are cut anywhere."""
-    monkeypatch.setattr(files, "BLOCK", block)
+    monkeypatch.setattr(json_values, "BLOCK", block)
     data = gzip.compress(text.encode()) if packed else text.encode()
     assert values(write(tmp_path / name, data)) == ROWS
 
@@ -174,14 +176,14 @@ def faults(rows: Iterator[Row]) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b'{"id": "x", "conv', files.NOT_JSON),
-        (b'{"text": "caf\xe9"}', files.NOT_JSON),
+        (b'{"id": "x", "conv', NOT_JSON),
+        (b'{"text": "caf\xe9"}', NOT_JSON),
         (b"{'id': 'x'}", "a Python literal, not JSON"),
         (b"// exported on Monday", "a comment, not a row"),
         (b"# exported on Monday", "a comment, not a row"),
         (b'{"id": "x", "text": "a", "text": "b"}', "a key twice in one JSON object"),
-        (b'{"n": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", files.NOT_JSON),
-        (b'{"n": ' + b"9" * 5000 + b"}", files.NOT_JSON),
+        (b'{"n": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", NOT_JSON),
+        (b'{"n": ' + b"9" * 5000 + b"}", NOT_JSON),
     ],
 )
 def test_a_damaged_line_costs_only_itself(tmp_path: Path, line: bytes, reason: str) -> None:
@@ -200,7 +202,7 @@ def test_a_damaged_array_keeps_what_stands_before_the_damage(tmp_path: Path) -> 
     path = write(tmp_path / "rows.json", text[: text.index('"c"')])
     assert [row.value for row in read_file(path)][:-1] == ROWS[:2]
     ((place, reason),) = faults(read_file(path))
-    assert reason == f"{files.NOT_JSON}; the rest of the file is lost"
+    assert reason == f"{NOT_JSON}; the rest of the file is lost"
     assert int(place.split(":")[1]) >= text[: text.index('"c"')].count("\n")
     path = write(tmp_path / "rows.json", text.encode("utf-16"))
     assert len(faults(read_file(path))) >= 1
@@ -248,7 +250,7 @@ def test_a_damaged_saved_data_set_is_a_fault(tmp_path: Path) -> None:
 
 def test_a_long_array_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first row comes before the file is read: an open array gives its rows."""
-    monkeypatch.setattr(files, "BLOCK", 64)
+    monkeypatch.setattr(json_values, "BLOCK", 64)
     path = write(tmp_path / "rows.json", "[" + json.dumps(ROWS[0]) + ", " + '{"id": ' * 1000)
     assert next(read_file(path)).value == ROWS[0]
     assert len(faults(read_file(path))) == 1

@@ -498,7 +498,7 @@ def test_each_data_set_has_its_length_policy(tmp_path: Path, template: ChatTempl
     assert isinstance(whole, list)
     assert sum(sum(w.loss_mask) for w in windows[:-1]) == sum(whole[0].loss_mask)
     assert accounting.used == 2
-    assert accounting.notes["rows split into windows"] == 1
+    assert accounting.notes["sequences split into windows"] == 1
     assert accounting.notes["windows"] == len(windows) - 1
     assert accounting.notes["windows without a trained token, left out"] >= 1
     assert len({w.key for w in windows}) == len(windows)

@@ -14,48 +14,38 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from mtp_train.core.errors import UserError
 
 PLANE = 0x100000  # plane 16, private use
+MARK = "\U0010fffd"  # the plane's last: stands for an added token before letters
 
 
 class Veil:
     """Veils and lifts the control tokens of one tokenizer.
 
-    Control tokens are the special ones, and what else of the added tokens the chat template writes. A reply is the
-    target's own text, which may hold `<think>` or `<tool_call>`: there only the special ones and those that frame
-    the turns are.
+    Control tokens are the special ones, and of the other added tokens those that frame turns. The rest (`<think>`,
+    `<tool_call>` in many tokenizers) are marks that a text may hold: they stay the tokens that serving makes of them.
 
     Args:
-        frame: what the template writes around plain turns.
+        frame: what the chat template writes around plain turns.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, frame: str) -> None:
         self.tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder.values()
-        special = [token.content for token in added if token.special]
-        template = str(tokenizer.chat_template)
-        self._in_replies = _longest_first(
-            [*special, *(token.content for token in added if token.content in frame)]
-        )
-        self._elsewhere = _longest_first(
-            [*self._in_replies, *(token.content for token in added if token.content in template)]
-        )
+        control = {token.content for token in added if token.special or token.content in frame}
+        # Longest first: a token goes before those within it. White space (Gemma has such tokens) frames nothing.
+        self._control = sorted(filter(str.strip, control), key=lambda token: (-len(token), token))
         self._plain: Tokenizer | None = None
         self._added = set(tokenizer.added_tokens_decoder)
 
     def holds(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> bool:
         """Whether control tokens stand in the text of messages or tools."""
-        replies: list[Any] = []
-        others: list[Any] = [list(tools)]
-        for message in messages:
-            (replies if message["role"] == "assistant" else others).append(list(message.values()))
-        return any(token in text for text in _texts(replies) for token in self._in_replies) or any(
-            token in text for text in _texts(others) for token in self._elsewhere
-        )
+        texts = _texts([list(messages), list(tools)])
+        return any(token in text for text in texts for token in self._control)
 
     def cover(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
@@ -65,16 +55,15 @@ class Veil:
         Raises:
             UserError: the text has characters of the private plane of its own.
         """
-        covered = [self._cover_message(message) for message in messages]
-        covered_tools = [self._cover_value(tool, self._elsewhere) for tool in tools]
-        veiled = covered != list(messages) or covered_tools != list(tools)
-        if veiled and any(map(_private, _texts([list(messages), list(tools)]))):
+        if not self.holds(messages, tools):
+            return list(messages), list(tools), False
+        if any(map(_private, _texts([list(messages), list(tools)]))):
             raise UserError(
                 "control tokens in text can't be told from private-use characters beside them",
                 "text with both",
                 "remove either",
             )
-        return covered, covered_tools, veiled
+        return [self._cover(m) for m in messages], [self._cover(t) for t in tools], True
 
     def encode_lifted(
         self, text: str, ids: Sequence[int], spans: Sequence[tuple[int, int]]
@@ -95,16 +84,22 @@ class Veil:
             start = spans[left][1] if left >= 0 else 0
             end = spans[right][0] if right < len(ids) else len(text)
             if _private(text[start:end]):
-                plain = self._letters().encode(lift(text[start:end]), add_special_tokens=False)
-                found_ids += plain.ids
-                found_spans += [(a + start, b + start) for a, b in plain.offsets]
+                mark = (
+                    MARK if left >= 0 else ""
+                )  # some tokenizers open a text otherwise than go on after a token
+                plain = self._letters().encode(
+                    mark + lift(text[start:end]), add_special_tokens=False
+                )
+                found_ids += plain.ids[len(mark) :]
+                moved = start - len(mark)
+                found_spans += [(a + moved, b + moved) for a, b in plain.offsets[len(mark) :]]
             else:
                 found_ids += ids[left + 1 : right]
                 found_spans += spans[left + 1 : right]
         return found_ids, found_spans
 
     def _letters(self) -> Tokenizer:
-        """The tokenizer without its added tokens."""
+        """The tokenizer without its added tokens, but with one that stands for any of them."""
         if self._plain is None:
             whole = json.loads(self.tokenizer.backend_tokenizer.to_str())
             whole |= {
@@ -114,37 +109,18 @@ class Veil:
                 "padding": None,
             }
             self._plain = Tokenizer.from_str(json.dumps(whole))
+            self._plain.add_special_tokens([AddedToken(MARK, normalized=False)])
         return self._plain
 
-    def _cover_message(self, message: dict[str, Any]) -> dict[str, Any]:
-        tokens = self._in_replies if message["role"] == "assistant" else self._elsewhere
-        covered = self._cover_value({k: v for k, v in message.items() if k != "role"}, tokens)
-        return {"role": message["role"], **covered}
-
-    def _cover_value(self, value: Any, tokens: Sequence[str]) -> Any:
+    def _cover(self, value: Any) -> Any:
         if isinstance(value, str):
-            return _cover(value, tokens)
+            for token in self._control:
+                if token in value:
+                    value = value.replace(token, "".join(chr(PLANE + ord(c)) for c in token))
+            return value
         if isinstance(value, dict):
-            return {
-                _cover(str(key), tokens): self._cover_value(part, tokens)
-                for key, part in value.items()
-            }
-        return (
-            [self._cover_value(part, tokens) for part in value]
-            if isinstance(value, list)
-            else value
-        )
-
-
-def _longest_first(tokens: Sequence[str]) -> list[str]:
-    return sorted({token for token in tokens if token.strip()}, key=lambda t: (-len(t), t))
-
-
-def _cover(text: str, tokens: Sequence[str]) -> str:
-    for token in tokens:
-        if token in text:
-            text = text.replace(token, "".join(chr(PLANE + ord(c)) for c in token))
-    return text
+            return {self._cover(str(key)): self._cover(part) for key, part in value.items()}
+        return [self._cover(part) for part in value] if isinstance(value, list) else value
 
 
 def lift(text: str) -> str:

@@ -16,11 +16,12 @@ from typing import Any
 from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import digest
 from mtp_train.core.records import Accounting, Conversation, TokenizedConversation
-from mtp_train.text.files import Fault, Row, content_digest, read_rows, read_source
+from mtp_train.text.files import content_digest, read_rows, read_source
 from mtp_train.text.forms import FORMS, Ids, read_form
 from mtp_train.text.lengths import LengthPolicy, apply_length, count_windows
 from mtp_train.text.mix import mix
 from mtp_train.text.refusal import Refusal, RowRefused
+from mtp_train.text.rows import Fault, Row
 from mtp_train.text.template import ChatTemplate
 from mtp_train.text.turns import read_tools, read_turns
 
@@ -347,7 +348,7 @@ def fit_lengths(
         kept += outcome
         if len(record.tokens) > policy.max_tokens and policy.rule == "split":
             windows = count_windows(len(record.tokens), policy)
-            _count(notes, "rows split into windows", len(kept) == len(outcome))
+            _count(notes, "sequences split into windows", 1)
             _count(notes, "windows", len(outcome))
             _count(notes, "windows without a trained token, left out", windows - len(outcome))
         elif len(record.tokens) > policy.max_tokens:
@@ -360,7 +361,7 @@ def fit_lengths(
 
 def _count(notes: dict[str, int], what: str, count: int) -> None:
     if count:
-        notes[what] = notes.get(what, 0) + int(count)
+        notes[what] = notes.get(what, 0) + count
 
 
 # --- whole files ----------------------------------------------------------------------------------------------
