@@ -1,0 +1,266 @@
+"""Attention of draft chains over packed documents, in memory linear in their length.
+
+The equation is `reference.chain_attention`, forward and backward. Scores exist for one tile at a time, a few heads
+and rows of one document, and the backward pass computes them anew. Holds no state between steps and knows no context.
+
+A row's own keys of steps 1..S lie in front of step 0's keys, so that a tile's products are plain matrix products:
+
+    rows 3, 4 of a document at step 2      k1  k2 | k0[0] k0[1] k0[2] k0[3] k0[4]
+                                 row 3     own own|  see   see   see   see    -
+                                 row 4     own own|  see   see   see   see   see
+
+Zeros stand in for the own keys and values, which differ from row to row: the tile's own columns are overwritten, and
+what the own values add is added outside the tiles.
+
+Shapes: T rows, H query heads, G key/value heads, R = H/G query heads of each, d key width, w value width,
+L rows of one document, N = L R queries of one document per key/value head, S later steps, M = S + L.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+TILE_ROWS = 128  # fewer: more passes over the keys' gradients; more: the scores leave the cache
+TILE_SCORES = 2**24  # at most
+
+Span = tuple[int, int]  # first row of a document and the one past its last
+
+
+def chain_attention(
+    query_THd: Tensor,
+    keys_TGd: Sequence[Tensor],
+    values_TGw: Sequence[Tensor],
+    spans: Sequence[Span],
+    scaling: float,
+) -> Tensor:
+    """Row p sees keys 0..p of step 0 in its document and key p of every later step. Returns [T, H, w].
+
+    Args:
+        keys_TGd, values_TGw: one per step so far, in the query's dtype.
+        spans: the documents, in order; together all rows.
+    """
+    groups = keys_TGd[0].shape[1]
+    query_TGRd = query_THd.unflatten(1, (groups, -1))
+    out_TGRw: Tensor = _Chain.apply(query_TGRd, tuple(spans), scaling, *keys_TGd, *values_TGw)
+    return out_TGRw.flatten(1, 2)
+
+
+class _Chain(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query_TGRd: Tensor, spans: tuple[Span, ...], scaling: float, *cached: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(query_TGRd, *cached)
+        ctx.spans, ctx.scaling = spans, scaling
+        keys, values = _halves(cached)
+        with torch.autocast(query_TGRd.device.type, enabled=False):
+            own_TGRS = _dots(query_TGRd, keys[1:]) * scaling
+            parts = [
+                _attend(_document(query_TGRd, keys[0], values[0], own_TGRS, span, scaling))
+                for span in spans
+            ]
+            out_TGRw, weight_TGRS = (torch.cat(rows) for rows in zip(*parts, strict=True))
+            return _plus_own(out_TGRw, weight_TGRS, values[1:]).to(query_TGRd.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TGRw: Tensor) -> tuple[Tensor | None, ...]:
+        query_TGRd, *cached = ctx.saved_tensors
+        keys, values = _halves(cached)
+        with torch.autocast(query_TGRd.device.type, enabled=False):
+            own_TGRS = _dots(query_TGRd, keys[1:]) * ctx.scaling
+            own_grad_TGRS = _dots(grad_TGRw, values[1:])
+            parts = [
+                _attend_backward(
+                    _document(query_TGRd, keys[0], values[0], own_TGRS, span, ctx.scaling),
+                    _by_group(grad_TGRw, span),
+                    _by_group(own_grad_TGRS, span).to(query_TGRd.dtype),
+                )
+                for span in ctx.spans
+            ]
+            query, key, value, weight_TGRS, score_TGRS = (
+                torch.cat(rows) for rows in zip(*parts, strict=True)
+            )
+            query = _plus_own(query, score_TGRS, keys[1:])
+            own_keys = _own_gradients(score_TGRS, query_TGRd)
+            own_values = _own_gradients(weight_TGRS, grad_TGRw)
+            scaled = [rows * ctx.scaling for rows in (query, key, *own_keys)]
+        grads = [rows.to(query_TGRd.dtype) for rows in (*scaled, value, *own_values)]
+        return grads[0], None, None, *grads[1:]
+
+
+@dataclass(frozen=True)
+class _Document:
+    """One document's operands, by key/value head."""
+
+    query_GNd: Tensor
+    key_GMd: Tensor  # S rows of zeros, then step 0's
+    value_GMw: Tensor  # likewise
+    own_GNS: Tensor  # scaled scores of the own keys
+    scaling: float
+
+    @property
+    def own(self) -> int:
+        return self.own_GNS.shape[-1]
+
+    def tiles(self) -> Iterator[_Tile]:
+        """Every query once, in order of its key/value head and row."""
+        groups, rows = self.key_GMd.shape[0], self.key_GMd.shape[1] - self.own
+        shared = self.query_GNd.shape[1] // rows
+        width = shared * self.key_GMd.shape[1]  # scores of one row of one key/value head
+        tall = max(1, min(TILE_ROWS, TILE_SCORES // width))
+        deep = max(1, TILE_SCORES // (width * tall))
+        for group in range(0, groups, deep):
+            for first in range(0, rows, tall):
+                last = min(first + tall, rows)
+                yield _Tile(slice(group, group + deep), first, last, shared, self.own)
+
+    def weights(self, tile: _Tile) -> Tensor:
+        """Softmax weights of a tile: [heads, queries, columns]."""
+        query, key = self.query_GNd[tile.queries], self.key_GMd[tile.columns]
+        ignored = query.new_zeros(())
+        score = torch.baddbmm(ignored, query, key.transpose(1, 2), beta=0, alpha=self.scaling)
+        score[..., : self.own] = self.own_GNS[tile.queries]
+        rows = tile.last - tile.first
+        future = torch.ones(rows, rows, dtype=torch.bool, device=score.device).triu(1)
+        square = score.unflatten(1, (rows, -1))[..., -rows:]  # the tile's rows against themselves
+        square.masked_fill_(future.unsqueeze(1), float("-inf"))
+        return score.softmax(-1)
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Rows first..last of some key/value heads, against all columns that any of them sees."""
+
+    heads: slice
+    first: int
+    last: int
+    shared: int  # R
+    own: int  # S
+
+    @property
+    def queries(self) -> tuple[slice, slice]:
+        return self.heads, slice(self.first * self.shared, self.last * self.shared)
+
+    @property
+    def columns(self) -> tuple[slice, slice]:
+        return self.heads, slice(0, self.own + self.last)
+
+
+def _attend(document: _Document) -> tuple[Tensor, Tensor]:
+    """What step 0's values give, [L, G, R, w], and the own columns' weights, [L, G, R, S]."""
+    query, value = document.query_GNd, document.value_GMw
+    out_GNw = query.new_empty(*query.shape[:2], value.shape[-1])
+    weight_GNS = torch.empty_like(document.own_GNS)
+    for tile in document.tiles():
+        weight = document.weights(tile)
+        out_GNw[tile.queries] = weight @ value[tile.columns]
+        weight_GNS[tile.queries] = weight[..., : document.own]
+    return _by_row(out_GNw, document), _by_row(weight_GNS, document)
+
+
+def _attend_backward(
+    document: _Document, grad_GNw: Tensor, own_grad_GNS: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of one document, those of query and keys before scaling.
+
+    `own_grad_GNS` is the gradient of the own columns' weights. Returns the gradients of query [L, G, R, d], of step 0's
+    keys [L, G, d] and values [L, G, w] (both summed in float32 at least: one rounding per tile would add up), the own
+    columns' weights and the gradients of their scores [L, G, R, S].
+    """
+    query, key, value = document.query_GNd, document.key_GMd, document.value_GMw
+    query_grad = torch.empty_like(query)
+    exact = torch.promote_types(query.dtype, torch.float32)
+    key_grad, value_grad = (torch.zeros_like(rows, dtype=exact) for rows in (key, value))
+    weight_GNS, score_GNS = (torch.empty_like(document.own_GNS) for _ in range(2))
+    for tile in document.tiles():
+        weight, grad = document.weights(tile), grad_GNw[tile.queries]
+        _accumulate(value_grad[tile.columns], weight, grad)
+        weight_grad = grad @ value[tile.columns].transpose(1, 2)
+        weight_grad[..., : document.own] = own_grad_GNS[tile.queries]
+        score_grad = torch._softmax_backward_data(weight_grad, weight, -1, weight.dtype)
+        query_grad[tile.queries] = score_grad @ key[tile.columns]
+        _accumulate(key_grad[tile.columns], score_grad, query[tile.queries])
+        weight_GNS[tile.queries] = weight[..., : document.own]
+        score_GNS[tile.queries] = score_grad[..., : document.own]
+    return (
+        _by_row(query_grad, document),
+        key_grad[:, document.own :].transpose(0, 1),
+        value_grad[:, document.own :].transpose(0, 1),
+        _by_row(weight_GNS, document),
+        _by_row(score_GNS, document),
+    )
+
+
+def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left^T right, per head."""
+    if total.dtype == left.dtype:
+        total.baddbmm_(left.transpose(1, 2), right)
+    else:
+        total += left.transpose(1, 2) @ right
+
+
+def _document(
+    query_TGRd: Tensor,
+    key_TGd: Tensor,
+    value_TGw: Tensor,
+    own_TGRS: Tensor,
+    span: Span,
+    scaling: float,
+) -> _Document:
+    own = own_TGRS.shape[-1]
+    key, value = (
+        torch.nn.functional.pad(rows[slice(*span)].transpose(0, 1), (0, 0, own, 0))
+        for rows in (key_TGd, value_TGw)
+    )
+    own_GNS = _by_group(own_TGRS, span).to(query_TGRd.dtype)
+    return _Document(_by_group(query_TGRd, span), key, value, own_GNS, scaling)
+
+
+def _by_group(rows_TGRx: Tensor, span: Span) -> Tensor:
+    """A document's rows as [G, L R, x]."""
+    return rows_TGRx[slice(*span)].transpose(0, 1).flatten(1, 2).contiguous()
+
+
+def _by_row(rows_GNx: Tensor, document: _Document) -> Tensor:
+    """[G, L R, x] -> [L, G, R, x]."""
+    rows = document.key_GMd.shape[1] - document.own
+    return rows_GNx.unflatten(1, (rows, -1)).transpose(0, 1)
+
+
+def _dots(rows_TGRx: Tensor, own_TGx: Sequence[Tensor]) -> Tensor:
+    """Each row with its own key or value of every later step: [T, G, R, S], summed in float32 at least."""
+    exact = torch.promote_types(rows_TGRx.dtype, torch.float32)
+    dots = rows_TGRx.new_empty(*rows_TGRx.shape[:3], len(own_TGx), dtype=exact)
+    for step, own in enumerate(own_TGx):
+        torch.sum(rows_TGRx * own.unsqueeze(2), -1, dtype=exact, out=dots[..., step])
+    return dots
+
+
+def _plus_own(rows_TGRx: Tensor, weight_TGRS: Tensor, own_TGx: Sequence[Tensor]) -> Tensor:
+    """rows + sum over later steps of weight x own key or value."""
+    if not own_TGx:
+        return rows_TGRx
+    total = rows_TGRx.to(torch.promote_types(rows_TGRx.dtype, torch.float32))
+    for step, own in enumerate(own_TGx):
+        total = total + weight_TGRS[..., step, None] * own.unsqueeze(2)
+    return total
+
+
+def _own_gradients(weight_TGRS: Tensor, rows_TGRx: Tensor) -> list[Tensor]:
+    """Of every later step's own keys or values [T, G, x]: the sum over query heads of weight x row."""
+    return [
+        torch.einsum("tgr,tgrx->tgx", weight, rows_TGRx) for weight in weight_TGRS.unbind(-1)
+    ]
+
+
+def _halves(cached: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Keys, then values, of the steps so far."""
+    steps = len(cached) // 2
+    return cached[:steps], cached[steps:]
