@@ -16,7 +16,6 @@ from mtp_train.core.dist import launched_ranks
 from mtp_train.core.provenance import file_digest
 from mtp_train.heads.mtp import MtpConfig, build
 from mtp_train.models.target import Target
-from mtp_train.store.checks import verify_files
 from mtp_train.store.shards import FeatureStore
 from mtp_train.train.loop import TrainConfig, train
 
@@ -45,10 +44,9 @@ def stage(job: Job) -> None:
 
 def _work(job: Job, config: TrainConfig, head_config: MtpConfig) -> Any:
     features, held_out = (
-        FeatureStore(job.features(name), [Target.state]) for name in ("train", "heldout")
+        FeatureStore(job.features(name), [Target.state], checked=True)
+        for name in ("train", "heldout")
     )
-    for store in (features, held_out):
-        verify_files(store)
     out = job.folder.stage("train")
     accelerator = _accelerator(job, out)
     target = job.target()

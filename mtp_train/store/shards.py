@@ -234,16 +234,23 @@ class FeatureStore:
     Args:
         address: a folder or an fsspec address.
         states: those to read, in this order; all of them by default.
+        checked: compare each file with the hash that the index names, once, before anything of it is used (of a remote
+            file the size, since its hash would fetch all of it): starting stays quick however large the store is.
     """
 
-    def __init__(self, address: str | Path, states: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, address: str | Path, states: Sequence[str] | None = None, *, checked: bool = False
+    ) -> None:
         self.place = Place(address)
         self.manifest: Manifest = load_manifest(address)
         contract = self.manifest.contract
         find_codec(contract.codec)
         contract.require_states(*(states or ()))
         self.states: tuple[str, ...] = tuple(states or contract.states)
+        if checked:
+            _require_bytes(self.place, self.manifest.index)
         self.index = _open_index(self.place, self.manifest)
+        self._unchecked = set(range(self.manifest.shards)) if checked else set()
         self.shard = lru_cache(maxsize=OPEN_SHARDS)(self._shard)
 
     def __len__(self) -> int:
@@ -268,6 +275,9 @@ class FeatureStore:
         return self.index.token_counts(trained)
 
     def _shard(self, number: int) -> Shard:
+        if number in self._unchecked:
+            _require_bytes(self.place, self.index.entry(number))
+            self._unchecked.remove(number)
         return _open(self.place, shard_name(number), self.states)
 
 
@@ -299,6 +309,17 @@ def _open(place: Place, name: str, states: Sequence[str] | None = None) -> Shard
         return Shard(file, f"{place}/{name}", states)
     except DAMAGE as error:
         raise _damaged(f"{place}/{name}: {error}") from error
+
+
+def _require_bytes(place: Place, entry: ShardEntry) -> None:
+    """Raise unless a file has the bytes that the store was written with."""
+    same = place.exists(entry.file) and place.open(entry.file).size == entry.bytes
+    if not same or (place.local and place.digest(entry.file) != entry.sha256):
+        raise UserError(
+            "a shard must be the file its manifest names",
+            f"{place}/{entry.file} {'has other bytes' if same else 'is gone or has another size'}",
+            REMAKE,
+        )
 
 
 def _damaged(what: str) -> UserError:
