@@ -17,13 +17,13 @@ from transformers import PreTrainedTokenizerFast
 
 from mtp_train.checkpoint.heads import load_head
 from mtp_train.cli.config import conf_folder, load_config, section
+from mtp_train.cli.job import SECTIONS
 from mtp_train.cli.main import STAGES, dispatch, guarded
 from mtp_train.core.errors import UserError
 from mtp_train.engine.engine import EngineConfig
 from mtp_train.evaluate.stage import EvaluateConfig
-from mtp_train.export.stage import ExportConfig
-from mtp_train.heads.mtp import MtpConfig
 from mtp_train.models.target import Target
+from mtp_train.precompute import estimate
 from mtp_train.precompute.stage import PrecomputeConfig
 from mtp_train.regenerate.journal import Journal
 from mtp_train.regenerate.stage import RegenerateConfig
@@ -31,15 +31,6 @@ from mtp_train.store.shards import FeatureStore
 from mtp_train.train.loop import TrainConfig
 
 REPOSITORY = Path(__file__).parents[1]
-SECTIONS = {
-    "regenerate": RegenerateConfig,
-    "precompute": PrecomputeConfig,
-    "head": MtpConfig,
-    "train": TrainConfig,
-    "engine": EngineConfig,
-    "evaluate": EvaluateConfig,
-    "export": ExportConfig,
-}
 PROMPTS = {
     "train": ["what is 2 + 2?", "name a bird.", "say hello", "count to 3", "why?", "is it late?"],
     "heldout": ["what is 3 + 1?", "name a fish.", "say bye"],
@@ -387,22 +378,6 @@ def test_a_prompts_file_without_a_usable_row(
     assert "at least one usable row" in line
 
 
-def test_prompts_whose_ids_repeat(
-    capsys: pytest.CaptureFixture[str], target_folder: Path, tmp_path: Path
-) -> None:
-    row = json.dumps({"id": "same", "messages": [{"role": "user", "content": "hi"}]}) + "\n"
-    (tmp_path / "p.jsonl").write_text(row * 2)
-    line = mistake(
-        capsys,
-        "regenerate",
-        f"target.path={target_folder}",
-        f"run={tmp_path / 'run'}",
-        f"regenerate.prompts.train={tmp_path / 'p.jsonl'}",
-        f"regenerate.prompts.heldout={held_out(tmp_path)}",
-    )
-    assert "unique" in line
-
-
 def test_a_run_folder_that_can_not_be_written(
     capsys: pytest.CaptureFixture[str],
     target_folder: Path,
@@ -429,7 +404,6 @@ def test_a_run_folder_that_can_not_be_written(
 @pytest.mark.parametrize(
     ("stage", "before"),
     [
-        ("precompute", "regenerate"),
         ("train", "precompute"),
         ("evaluate", "regenerate"),
         ("report", "evaluate"),
@@ -441,6 +415,13 @@ def test_a_stage_before_its_turn(
 ) -> None:
     line = mistake(capsys, stage, f"target.path={target_folder}", f"run={tmp_path}")
     assert f"stage {before} must be done first" in line
+
+
+def test_precompute_without_text_says_where_it_could_come_from(
+    capsys: pytest.CaptureFixture[str], target_folder: Path, tmp_path: Path
+) -> None:
+    line = mistake(capsys, "precompute", f"target.path={target_folder}", f"run={tmp_path}")
+    assert "run regenerate with regenerate.prompts.train, or name data.sets.train" in line
 
 
 def test_a_damaged_stamp_is_named(
@@ -541,7 +522,7 @@ def test_every_default_is_the_dataclasss_own_and_every_file_is_used() -> None:
     files = sorted(
         path.relative_to(conf_folder()).as_posix() for path in conf_folder().rglob("*.yaml")
     )
-    assert len(files) >= 9
+    assert len(files) >= 11
     for file in files:
         assert yaml.safe_load((conf_folder() / file).read_text(encoding="utf-8")), file
     config = load_config(["target.path=x"])
@@ -553,6 +534,107 @@ def test_every_default_is_the_dataclasss_own_and_every_file_is_used() -> None:
         assert set(config[name]) == known, f"conf/{name} shows every option"
         if name != "regenerate":  # its prompts have no default in the dataclass
             assert values == cls(), f"conf/{name} and {cls.__name__} agree"
+
+
+# --- a team's own data, and a look ahead ------------------------------------------------------------------------
+
+
+def write_chats(folder: Path) -> tuple[Path, Path]:
+    """Training chats in two forms, held-out chats in a third."""
+    folder.mkdir(parents=True, exist_ok=True)
+    turns = [{"from": "human", "value": "name a bird."}, {"from": "gpt", "value": "a wren."}]
+    sharegpt = [{"conversations": turns}, {"conversations": []}]
+    alpaca = [{"instruction": "add", "input": "2 and 3", "output": "5"}]
+    train = folder / "train"
+    train.mkdir()
+    (train / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sharegpt))
+    (train / "b.json").write_text(json.dumps(alpaca))
+    heldout = folder / "heldout.jsonl"
+    heldout.write_text(json.dumps({"prompt": "name a fish.", "completion": "a pike."}) + "\n")
+    return train, heldout
+
+
+def own_data(folder: Path, target: Path, *more: str) -> list[str]:
+    train, heldout = write_chats(folder / "data")
+    return [
+        f"target.path={target}",
+        "target.dtype=float32",
+        f"run={folder / 'run'}",
+        f"data.sets.train={train}",
+        f"data.sets.heldout={{path: {heldout}, category: fish}}",
+        "precompute.rows_per_shard=32",
+        *more,
+    ]
+
+
+def test_features_of_own_data_without_regenerating(
+    capsys: pytest.CaptureFixture[str], target_folder: Path, tmp_path: Path
+) -> None:
+    lines = own_data(tmp_path, target_folder, "precompute.states=[post_norm, layer_1]")
+    assert guarded(lambda: dispatch("precompute", lines)) == 0
+    told = capsys.readouterr().err
+    assert "train: 3 rows = 2 used + 0 repaired + 1 refused" in told
+    assert "a.jsonl:2" in told, "the refused row is named"
+    assert told.index("plan:") < told.index("precompute train"), "the estimate comes first"
+    store = FeatureStore(tmp_path / "run" / "precompute" / "train")
+    assert len(store) == 2 and store.states == ("post_norm", "layer_1")
+    assert store.manifest.accounting["input"] == 3
+    assert store.manifest.accounting["used"] == 2
+    assert guarded(lambda: dispatch("precompute", lines)) == 0
+    assert "precompute: done before" in capsys.readouterr().err
+    assert (
+        guarded(lambda: dispatch("train", [*lines, "train.epochs=1", "train.warmup_steps=0"])) == 0
+    )
+
+
+def test_plan_shows_disk_memory_and_time_and_loads_no_target(
+    capsys: pytest.CaptureFixture[str],
+    target_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """DEFECTS 24."""
+    monkeypatch.setattr(Target, "load", lambda *_a, **_k: pytest.fail("the target was loaded"))
+    lines = own_data(tmp_path, target_folder, "precompute.states=[post_norm, layer_1]")
+    assert guarded(lambda: dispatch("plan", lines)) == 0
+    told = capsys.readouterr().out
+    assert "free" in told and "unknown; give plan.tokens_per_second" in told
+    measured = [*lines, "plan.tokens_per_second=100", "plan.tokens=36_000_000", "plan.ranks=4"]
+    assert guarded(lambda: dispatch("plan", measured)) == 0
+    told = capsys.readouterr().out
+    assert "about 25.0 hours" in told, "36 million tokens at 4 x 100 a second"
+    width = 2 * 32 * 4
+    assert f"{36_000_000 * (width + 5) / 1e9:.1f} GB" in told
+
+
+def test_a_disk_too_small_is_an_error_before_the_target_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+    target_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines = own_data(tmp_path, target_folder)
+    monkeypatch.setattr(estimate, "free_bytes", lambda _path: 100)
+    with monkeypatch.context() as context:
+        context.setattr(Target, "load", lambda *_a, **_k: pytest.fail("the target was loaded"))
+        for stage in ("plan", "precompute"):
+            assert guarded(lambda stage=stage: dispatch(stage, lines)) == 2
+            line = capsys.readouterr().err.splitlines()[-1]
+            assert "must fit on the disk" in line and "100 B free" in line
+            assert "precompute.codec=lossless" in line
+    assert guarded(lambda: dispatch("precompute", [*lines, "plan.allow_shortfall=true"])) == 0
+
+
+def test_features_at_an_address(
+    capsys: pytest.CaptureFixture[str], target_folder: Path, tmp_path: Path
+) -> None:
+    lines = own_data(tmp_path, target_folder, "precompute.out=memory://features/cli")
+    assert guarded(lambda: dispatch("precompute", lines)) == 0
+    assert len(FeatureStore("memory://features/cli/train")) == 2
+    assert "free space unknown" in capsys.readouterr().err
+    assert (
+        guarded(lambda: dispatch("train", [*lines, "train.epochs=1", "train.warmup_steps=0"])) == 0
+    )
 
 
 # --- the whole pipeline ---------------------------------------------------------------------------------------

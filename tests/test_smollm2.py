@@ -17,8 +17,10 @@ from mtp_train.evaluate.stage import EvaluateConfig, PromptSet, measure_lossless
 from mtp_train.export.stage import ExportConfig, export_head, import_head
 from mtp_train.heads.mtp import MtpConfig, MtpHead, build
 from mtp_train.models.target import Target, load_tokenizer
-from mtp_train.precompute.stage import PrecomputeConfig, from_answers, precompute
+from mtp_train.precompute.sources import EngineStates
+from mtp_train.precompute.stage import PrecomputeConfig, precompute
 from mtp_train.store.shards import FeatureStore
+from mtp_train.text.joined import join_turns
 from mtp_train.text.sources import Answer
 from mtp_train.text.template import ChatTemplate
 from mtp_train.train.loop import TrainConfig, train
@@ -52,15 +54,10 @@ def answer(target: Target, requests: list[Request]) -> Answer:
 def overfitted(target: Target, answer: Answer, tmp_path_factory: pytest.TempPathFactory) -> MtpHead:
     """A head trained on one answer until it knows it."""
     folder = tmp_path_factory.mktemp("overfit")
-    config = PrecomputeConfig()
-    precompute(
-        target,
-        from_answers([answer], config, Accounting(used=1)),
-        config,
-        folder / "features",
-        Accounting(used=1),
-        Ranks(),
-    )
+    (sequence, _), *_ = join_turns([answer])
+    accounting = Accounting(used=1).as_dict()
+    source = EngineStates(target)
+    precompute(source, [sequence], PrecomputeConfig(), folder / "features", accounting, Ranks())
     store = FeatureStore(folder / "features")
     assert store.manifest.gate["rows"] > 0, "the gate compared rows"
     head = build(target, MtpConfig())

@@ -38,8 +38,10 @@ from mtp_train.evaluate.lossless import first_difference
 from mtp_train.export.stage import ExportConfig, export_head, import_head
 from mtp_train.heads.mtp import MtpConfig, MtpHead, build
 from mtp_train.models.target import Target
-from mtp_train.precompute.stage import PrecomputeConfig, from_answers, precompute
+from mtp_train.precompute.sources import EngineStates
+from mtp_train.precompute.stage import PrecomputeConfig, precompute
 from mtp_train.store.shards import FeatureStore
+from mtp_train.text.joined import join_turns
 from mtp_train.text.sources import Answer, read_answers
 from mtp_train.train.loop import TrainConfig, train
 
@@ -176,16 +178,10 @@ def overfitted(job: Job, answer: Answer, args: argparse.Namespace) -> dict[str, 
 
 def overfit(target: Target, answer: Answer, scratch: Path, epochs: int = 150) -> MtpHead:
     """Train a head on one answer until it knows it."""
-    config = PrecomputeConfig()
-    accounting = Accounting(used=1)
-    precompute(
-        target,
-        from_answers([answer], config, accounting),
-        config,
-        scratch / "features",
-        accounting,
-        Ranks(),
-    )
+    (sequence, _), *_ = join_turns([answer])
+    accounting = Accounting(used=1).as_dict()
+    source = EngineStates(target)
+    precompute(source, [sequence], PrecomputeConfig(), scratch / "features", accounting, Ranks())
     store = FeatureStore(scratch / "features")
     head = build(target, MtpConfig())
     accelerator = Accelerator(

@@ -255,9 +255,7 @@ def _plus_own(rows_TGRx: Tensor, weight_TGRS: Tensor, own_TGx: Sequence[Tensor])
 
 def _own_gradients(weight_TGRS: Tensor, rows_TGRx: Tensor) -> list[Tensor]:
     """Of every later step's own keys or values [T, G, x]: the sum over query heads of weight x row."""
-    return [
-        torch.einsum("tgr,tgrx->tgx", weight, rows_TGRx) for weight in weight_TGRS.unbind(-1)
-    ]
+    return [torch.einsum("tgr,tgrx->tgx", weight, rows_TGRx) for weight in weight_TGRS.unbind(-1)]
 
 
 def _halves(cached: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:

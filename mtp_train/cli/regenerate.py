@@ -105,7 +105,7 @@ def _tell(name: str, outcome: Outcome) -> None:
 def _require_disjoint(config: RegenerateConfig) -> None:
     """A held-out prompt that is trained on measures memory."""
     kept = {
-        name: {question(chat) for chat in asked(read_sources(value), Accounting())}
+        name: {question(chat) for chat, _ in asked(read_sources(value), Accounting())}
         for name, value in config.prompts.items()
     }
     for name in set(kept) - {"train"}:

@@ -13,6 +13,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors.torch import load_file
@@ -81,10 +82,11 @@ class VllmStates:
                 self._process.wait(60)
             except (OSError, subprocess.TimeoutExpired):
                 self._process.kill()
+        self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
             if stream:
-                stream.close()
-        self._process.wait()
+                with suppress(BrokenPipeError):  # a job that the process never read
+                    stream.close()
         self._scratch.cleanup()
 
     def _layer(self, state: str) -> int:
@@ -146,11 +148,9 @@ class VllmStates:
         """Residual streams by layer [T, D], and vLLM's choices [T]."""
         out = Path(self._scratch.name) / "job.safetensors"
         assert self._process.stdin
-        try:
+        with suppress(BrokenPipeError):  # the reply says why
             self._process.stdin.write(json.dumps({"sequences": sequences, "out": str(out)}) + "\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # the reply says why
         self._reply()
         found = load_file(out)
         out.unlink()
@@ -160,12 +160,13 @@ class VllmStates:
 
     def _reply(self) -> None:
         assert self._process.stdout
-        if not self._process.stdout.readline():
-            self._process.wait()
-            lines = [line for line in self._log.read_text().splitlines() if "Error" in line]
-            self._scratch.cleanup()
-            raise UserError(
-                "vLLM must run the target and give its states",
-                lines[-1].strip() if lines else "no answer",
-                "try the target in vLLM alone, or capture through our engine (precompute.vllm.python='')",
-            )
+        if self._process.stdout.readline():
+            return
+        self._process.wait()
+        lines = [line for line in self._log.read_text().splitlines() if "Error" in line]
+        self.close()
+        raise UserError(
+            "vLLM must run the target and give its states",
+            lines[-1].strip() if lines else "no answer",
+            "try the target in vLLM alone, or capture through our engine (precompute.vllm.python='')",
+        )

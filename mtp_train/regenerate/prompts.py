@@ -46,7 +46,7 @@ def read_plans(
     others are not counted yet.
     """
     plans = []
-    for number, conversation in enumerate(asked(sources, accounting)):
+    for number, (conversation, _) in enumerate(asked(sources, accounting)):
         turns, own = split_turns(conversation.messages)
         if limit and number >= limit:
             accounting.refuse(f"beyond {limit_name}", conversation.key)

@@ -159,15 +159,17 @@ def conversations(
     Raises:
         UserError: a source is not there, or has no usable row.
     """
-    for conversation in asked(sources, accounting, strict=strict, seed=seed):
-        accounting.count(conversation.repairs, conversation.key)
+    for conversation, place in asked(sources, accounting, strict=strict, seed=seed):
+        accounting.count(conversation.repairs, place)
         yield conversation
 
 
 def asked(
     sources: Sequence[SourceConfig], accounting: Accounting, *, strict: bool = False, seed: int = 0
-) -> Iterator[Conversation]:
-    """Like `conversations`, for a caller who counts what becomes of each: only refusals are counted here."""
+) -> Iterator[tuple[Conversation, str]]:
+    """Like `conversations`, each with its place, for a caller who counts what becomes of it: only refusals are
+    counted here.
+    """
     found = [0] * len(sources)
     for parsed in _parse(sources, accounting, seed, prompts=True):
         if isinstance(parsed.item, TokenizedConversation):
@@ -176,7 +178,7 @@ def asked(
             accounting.refuse(NEEDS_REPAIR + "; ".join(parsed.item.repairs), parsed.place)
         else:
             found[parsed.source] += 1
-            yield parsed.item
+            yield parsed.item, parsed.place
     _require_any(found, sources, accounting, "row")
 
 
