@@ -24,8 +24,7 @@ from mtp_train.checkpoint.heads import TENSORS, find_checkpoints, load_head
 from mtp_train.core.errors import UserError
 from mtp_train.core.records import TokenizedConversation
 from mtp_train.heads.mtp import MtpConfig, MtpHead, build
-from mtp_train.losses.chunked import DistillOutput
-from mtp_train.losses.weights import geometric
+from mtp_train.losses.chunked import LossValues
 from mtp_train.models.target import Target
 from mtp_train.store.shards import FeatureStore
 from mtp_train.train.loop import CURVES, OPTIMIZER, TrainConfig, train
@@ -71,9 +70,9 @@ def gradient(
     target: Target, head: MtpHead, store: FeatureStore, members: Sequence[int], config: TrainConfig
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradient of one big pack, its mean over the goals of all members."""
-    result = RolloutModule(head, target)(load_pack(store, list(members), CPU), config.rollout_steps)
-    loss = result.weighted(geometric(config.rollout_steps, config.decay), config.state_weight)
-    loss = loss / int(store.loss_tokens()[list(members)].sum())
+    module = RolloutModule(head, target, loss=config.losses())
+    result = module(load_pack(store, list(members), CPU), config.rollout_steps)
+    loss = result.values.loss / int(store.loss_tokens()[list(members)].sum())
     names = [name for name, _ in head.named_parameters()]
     values = torch.autograd.grad(loss, list(head.parameters()))
     return float(loss.detach()), dict(zip(names, values, strict=True))
@@ -414,7 +413,12 @@ def pack_loss(agree: list[list[bool]]) -> PackLoss:
     aligned = rollout(torch.arange(6), torch.tensor([0, 0, 0, 1, 1, 1]), [0, 6], 2)
     assert aligned.source_SN.tolist() == [[1, 2, 3], [0, 1, 2]]
     kl = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-    return PackLoss(DistillOutput(kl, kl / 10, torch.tensor(agree)), kl * 10, aligned)
+    return PackLoss(loss_values(kl, torch.tensor(agree)), aligned)
+
+
+def loss_values(kl: torch.Tensor, agree: torch.Tensor) -> LossValues:
+    terms = {"kl": kl, "smooth_l1": kl * 10}
+    return LossValues(kl.sum(), terms, kl / 10, agree, torch.tensor(0))
 
 
 def test_joint_prefixes_by_hand() -> None:
@@ -442,20 +446,20 @@ def test_a_prefix_is_joint(agree: list[list[bool]], expected: list[float]) -> No
 def test_a_document_too_short_for_a_whole_chain_counts_none() -> None:
     aligned = rollout(torch.arange(3), torch.tensor([0, 0, 1]), [0, 3], 2)
     kl = torch.zeros(2, 1)
-    loss = PackLoss(DistillOutput(kl, kl, torch.ones(2, 1, dtype=torch.bool)), kl, aligned)
+    loss = PackLoss(loss_values(kl, torch.ones(2, 1, dtype=torch.bool)), aligned)
     prefix, chains = joint_prefix(loss)
     assert (prefix.tolist(), chains) == ([0.0, 0.0], 0.0)
 
 
 def test_validation_figures_by_hand() -> None:
-    sums = ValidationSums(2)
+    sums = ValidationSums(2, ("smooth_l1",))
     sums.add(pack_loss([[True, True, False], [False, True, False]]))
     sums.add(pack_loss([[True, True, True], [True, True, True]]))
     summary = sums.summary()
     assert summary["kl/1"] == pytest.approx((1 + 2 + 3) / 3)
     assert summary["kl/2"] == pytest.approx((4 + 5 + 6) / 3)
     assert summary["alpha/2"] == pytest.approx((0.4 + 0.5 + 0.6) / 3)
-    assert summary["state/1"] == pytest.approx((10 + 20 + 30) / 3)
+    assert summary["smooth_l1/1"] == pytest.approx((10 + 20 + 30) / 3)
     assert summary["agree/1"] == pytest.approx(5 / 6)
     assert summary["agree/2"] == pytest.approx(4 / 6)
     assert summary["prefix/1"] == pytest.approx(4 / 4)
@@ -471,7 +475,7 @@ def test_terms_without_a_row_are_left_out_of_the_figures() -> None:
     assert aligned.valid_SN.tolist() == [[True, True], [False, True]]
     kl = torch.tensor([[1.0, 3.0], [float("inf"), 5.0]]).nan_to_num(posinf=1e6)
     sums = ValidationSums(2)
-    sums.add(PackLoss(DistillOutput(kl, kl, torch.zeros(2, 2, dtype=torch.bool)), kl, aligned))
+    sums.add(PackLoss(loss_values(kl, torch.zeros(2, 2, dtype=torch.bool)), aligned))
     assert sums.summary()["kl/2"] == 5.0
 
 
