@@ -41,6 +41,10 @@ TERMS = {
 }
 
 
+def default_weights() -> dict[str, float]:
+    return dict.fromkeys(TERMS, 0.0) | {"kl": 1.0, "smooth_l1": 0.1}
+
+
 @dataclass(frozen=True)
 class LossConfig:
     """A weighted sum of terms, over draft steps and goals.
@@ -52,7 +56,7 @@ class LossConfig:
         mean_over: tokens, or sequences: each goal counts the same, or each sequence.
     """
 
-    weights: dict[str, float] = field(default_factory=lambda: {"kl": 1.0, "smooth_l1": 0.1})
+    weights: dict[str, float] = field(default_factory=default_weights)
     lk_eta: float = 3.0
     step_weights: str = "geometric"
     decay: float = 0.7
@@ -75,9 +79,11 @@ class LossConfig:
         step_weights(self.step_weights, 1, self.decay)
 
     def enabled(self, *on: str) -> dict[str, float]:
-        """The weights above 0 of terms on states, distribution or labels."""
+        """The weights above 0: all of them, or those of terms on states, distribution or labels."""
         return {
-            name: weight for name, weight in self.weights.items() if weight and TERMS[name].on in on
+            name: weight
+            for name, weight in self.weights.items()
+            if weight and (not on or TERMS[name].on in on)
         }
 
     def step_weight(self, steps: int) -> Tensor:

@@ -32,7 +32,7 @@ from mtp_train.core.errors import UserError
 from mtp_train.core.progress import progress, say
 from mtp_train.core.provenance import read_json
 from mtp_train.heads.mtp import MtpHead
-from mtp_train.losses.terms import LossConfig
+from mtp_train.losses.terms import LossConfig, default_weights
 from mtp_train.losses.weights import denominator
 from mtp_train.models.target import Target
 from mtp_train.store.shards import FeatureStore
@@ -70,7 +70,7 @@ class TrainConfig:
     rollout_steps: int = 3
     step_weights: str = "geometric"
     decay: float = 0.7
-    loss: dict[str, float] = field(default_factory=lambda: {"kl": 1.0, "smooth_l1": 0.1})
+    loss: dict[str, float] = field(default_factory=default_weights)
     lk_eta: float = 3.0
     mean_over: str = "tokens"
     loss_vocabulary: int = 0
@@ -281,7 +281,7 @@ class _Trainer:
     def _validate(self) -> None:
         """Measure the held-out features; every rank its share of packs."""
         self.own.eval()
-        sums = ValidationSums(self.config.rollout_steps, tuple(self.config.losses().weights))
+        sums = ValidationSums(self.config.rollout_steps, tuple(self.config.losses().enabled()))
         packs = list(ordered_packs(self.held_out.lengths(), max(self.config.rows, 2048)))
         for indices in packs[self.accelerator.process_index :: self.accelerator.num_processes]:
             with self.accelerator.autocast():
