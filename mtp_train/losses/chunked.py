@@ -223,10 +223,8 @@ class _Chunk:
             buffer[: len(state_CD)] for buffer in self.buffers
         )
         self.state = state_CD
-        self.label_C1, self.known_C = (
-            label_C.clamp(min=0).unsqueeze(1),
-            (label_C >= 0).to(self.wide),
-        )
+        self.label_C1 = label_C.clamp(min=0).unsqueeze(1)
+        self.known_C = (label_C >= 0).to(self.wide)
         if not self.plan.target:
             return
         torch.mm(state_CD.to(self.head.dtype), self.head.T, out=self.projected)
@@ -254,46 +252,41 @@ class _Chunk:
             self.tilt = self._dot(self.q, self._difference())
             found["reverse_kl"] = self.tilt - (log_sum - self.log_sum)
         alpha = self.alpha if self.plan.measure else torch.zeros_like(log_sum)
-        agree = (
-            choice == self.choice
-            if self.plan.target
-            else torch.zeros_like(choice, dtype=torch.bool)
-        )
+        agree = choice == self.choice if self.plan.target else torch.zeros_like(choice).bool()
         return found, alpha, agree
 
     def differentiate(self) -> Tensor | float:
         """The sum's gradient by the logits, into `projected` in the matmuls' dtype; returns a factor left to apply.
 
-        Works on q in place: call it once after `compare`.
+        Works on q in place: call it once after `compare`. Letters as in the module's docstring.
         """
         plan, q = self.plan, self.q
         pull = plan.of("kl") + plan.of("soft_ce")
         if plan.plain:
             self.projected.copy_(q.sub_(self.p))
             return pull
-        spread: Tensor | float = pull
+        a_C = torch.full_like(q[:, 0], pull)
         if plan.any("lk"):
-            spread = pull + plan.of("lk") * self.blend
-        level = torch.zeros_like(q[:, 0]) + spread
+            a_C += plan.of("lk") * self.blend
+        b_C1 = a_C.unsqueeze(1).clone()
         if plan.any("tv", "nla", "lk"):
-            rise = self._rise()
-            torch.mul(torch.lt(q, self.p, out=self.logits), q, out=self.logits)
-            level += rise * self.logits.sum(-1)
+            c_C = self._variation()
+            torch.mul(torch.lt(q, self.p, out=self.logits), q, out=self.logits)  # m q
+            a_C += c_C * self.logits.sum(-1)
         if plan.any("hard_ce"):
-            level += plan.of("hard_ce") * self.known_C
+            h_C = plan.of("hard_ce") * self.known_C
+            a_C += h_C
         if plan.any("reverse_kl"):
-            level -= plan.of("reverse_kl") * self.tilt
-        q.mul_(level.unsqueeze(1))
-        if isinstance(spread, Tensor):
-            q.addcmul_(self.p, spread.unsqueeze(1), value=-1)
-        elif spread:
-            q.sub_(self.p, alpha=spread)
+            a_C -= plan.of("reverse_kl") * self.tilt
+        q.mul_(a_C.unsqueeze(1))
+        if plan.any("kl", "soft_ce", "lk"):
+            q.addcmul_(self.p, b_C1, value=-1)
         if plan.any("tv", "nla", "lk"):
-            q.addcmul_(self.logits, rise.unsqueeze(1), value=-1)
+            q.addcmul_(self.logits, c_C.unsqueeze(1), value=-1)
         if plan.any("reverse_kl"):
-            q.add_(self.product, alpha=plan.of("reverse_kl"))
+            q.add_(self.product, alpha=plan.of("reverse_kl"))  # q d, left there by `compare`
         if plan.any("hard_ce"):
-            q.scatter_add_(1, self.label_C1, (-plan.of("hard_ce") * self.known_C).unsqueeze(1))
+            q.scatter_add_(1, self.label_C1, -h_C.unsqueeze(1))
         self.projected.copy_(q)
         return 1.0
 
@@ -346,14 +339,14 @@ class _Chunk:
     def _floored_alpha(self) -> Tensor:
         return self.alpha.clamp(min=torch.finfo(self.alpha.dtype).tiny)
 
-    def _rise(self) -> Tensor:
+    def _variation(self) -> Tensor:
         """How much of total variation's gradient the sum holds [C]."""
-        rise = torch.full_like(self.alpha, self.plan.of("tv"))
+        c_C = torch.full_like(self.alpha, self.plan.of("tv"))
         if self.plan.any("nla"):
-            rise += self.plan.of("nla") / self._floored_alpha()
+            c_C += self.plan.of("nla") / self._floored_alpha()
         if self.plan.any("lk"):
-            rise += self.plan.of("lk") * (1 - self.blend)
-        return rise
+            c_C += self.plan.of("lk") * (1 - self.blend)
+        return c_C
 
     def _dot(self, left_CV: Tensor, right_CV: Tensor) -> Tensor:
         return torch.mul(left_CV, right_CV, out=self.product).sum(-1)
