@@ -25,6 +25,7 @@ from mtp_train.core.errors import UserError
 from mtp_train.core.records import TokenizedConversation
 from mtp_train.heads.mtp import MtpConfig, MtpHead, build
 from mtp_train.losses.chunked import LossValues
+from mtp_train.losses.weights import denominator
 from mtp_train.models.target import Target
 from mtp_train.store.shards import FeatureStore
 from mtp_train.train.loop import CURVES, OPTIMIZER, TrainConfig, train
@@ -72,7 +73,8 @@ def gradient(
     """Loss and gradient of one big pack, its mean over the goals of all members."""
     module = RolloutModule(head, target, loss=config.losses())
     result = module(load_pack(store, list(members), CPU), config.rollout_steps)
-    loss = result.values.loss / int(store.loss_tokens()[list(members)].sum())
+    goals = store.loss_tokens()[list(members)].tolist()
+    loss = result.values.loss / denominator(goals, config.mean_over)
     names = [name for name, _ in head.named_parameters()]
     values = torch.autograd.grad(loss, list(head.parameters()))
     return float(loss.detach()), dict(zip(names, values, strict=True))
@@ -124,34 +126,51 @@ def five(toy_target: Target, tmp_path: Path) -> FeatureStore:
     return make_store(tmp_path / "five", toy_target, chats)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [BARE, replace(BARE, loss={"lk": 1.0, "hard_ce": 0.1}, step_weights="uniform")],
+    ids=["kl", "lk"],
+)
 def test_five_packs_by_two_are_three_steps_each_a_mean_over_its_goals(
-    toy_target: Target, five: FeatureStore, tmp_path: Path
+    toy_target: Target, five: FeatureStore, tmp_path: Path, config: TrainConfig
 ) -> None:
     """DEFECTS 16 and 12: the last window holds one pack and counts in full; nothing is a mean of means."""
-    packs = epoch_packs(five.lengths(), BARE.rows, BARE.seed, 0)
+    packs = epoch_packs(five.lengths(), config.rows, config.seed, 0)
     assert sorted(packs) == [[0], [1], [2], [3], [4]]
     out = tmp_path / "run"
-    fit(toy_target, five, BARE, out)
+    fit(toy_target, five, config, out)
     rows = curve(out)
     assert [row["step"] for row in rows] == [1, 2, 3]
 
     value, first = gradient(
-        toy_target, build(toy_target, MtpConfig()), five, packs[0] + packs[1], BARE
+        toy_target, build(toy_target, MtpConfig()), five, packs[0] + packs[1], config
     )
     assert rows[0]["loss"] == pytest.approx(value, rel=1e-4)
     assert rows[0]["gradient_norm"] == pytest.approx(norm(first), rel=1e-3)
 
     second, third = find_checkpoints(out / "checkpoints")
-    value, last = gradient(toy_target, load_head(second, toy_target)[0], five, packs[4], BARE)
+    value, last = gradient(toy_target, load_head(second, toy_target)[0], five, packs[4], config)
     assert rows[2]["loss"] == pytest.approx(value, rel=1e-4)
     close(moments(third), last)
     separate = [
-        gradient(toy_target, build(toy_target, MtpConfig()), five, pack, BARE)[0]
+        gradient(toy_target, build(toy_target, MtpConfig()), five, pack, config)[0]
         for pack in packs[:2]
     ]
     assert sum(separate) / 2 != pytest.approx(rows[0]["loss"], rel=1e-2), (
         "a mean of means would be seen"
     )
+
+
+def test_a_step_over_sequences_is_a_mean_of_their_means(
+    toy_target: Target, five: FeatureStore, tmp_path: Path
+) -> None:
+    config = replace(BARE, mean_over="sequences")
+    fit(toy_target, five, config, tmp_path / "run")
+    packs = epoch_packs(five.lengths(), config.rows, config.seed, 0)
+    head = build(toy_target, MtpConfig())
+    means = [gradient(toy_target, head, five, pack, BARE)[0] for pack in packs[:2]]
+    first = curve(tmp_path / "run")[0]["loss"]
+    assert first == pytest.approx(sum(means) / 2, rel=1e-4)
 
 
 def test_every_sequence_is_trained_once_per_epoch_in_another_order(toy_target: Target) -> None:

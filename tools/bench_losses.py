@@ -169,7 +169,7 @@ def plot(curves: dict[str, list[tuple[int, float]]], width: int = 560, height: i
         'font-family="sans-serif" font-size="11">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
         f'<path d="M{left} {top}V{base}H{width - right}" fill="none" stroke="#555"/>',
-        f'<text x="{left}" y="{height - 10}">rows, with a peak above the inputs in MB</text>',
+        f'<text x="{left}" y="{height - 10}">rows (across); peak memory beyond the inputs in MB (up)</text>',
     ]
     for share in (0.25, 0.5, 0.75, 1.0):
         (x, _), (_, y) = at(far * share, 0), at(0, high * share)
@@ -179,11 +179,12 @@ def plot(curves: dict[str, list[tuple[int, float]]], width: int = 560, height: i
         parts.append(
             f'<text x="{x:.0f}" y="{base + 14}" text-anchor="middle">{far * share:.0f}</text>'
         )
-    for (name, points), colour in zip(curves.items(), COLOURS, strict=True):
+    for index, (name, points) in enumerate(curves.items()):
         places = [at(*point) for point in points]
+        colour = COLOURS[index]
         path = " ".join(f"{x:.0f},{y:.0f}" for x, y in places)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        x, y = places[-1]
+        x, y = places[-1][0], places[-1][1] + 14 * index  # flat curves lie on each other
         parts.append(f'<text x="{x + 6:.0f}" y="{y:.0f}" fill="{colour}">{name}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
