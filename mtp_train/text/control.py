@@ -84,9 +84,8 @@ class Veil:
             start = spans[left][1] if left >= 0 else 0
             end = spans[right][0] if right < len(ids) else len(text)
             if _private(text[start:end]):
-                mark = (
-                    MARK if left >= 0 else ""
-                )  # some tokenizers open a text otherwise than go on after a token
+                # Some tokenizers open a text otherwise than they go on after a token.
+                mark = MARK if left >= 0 else ""
                 plain = self._letters().encode(
                     mark + lift(text[start:end]), add_special_tokens=False
                 )
