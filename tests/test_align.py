@@ -137,7 +137,8 @@ def make_pack(seed: int, first_seed: int) -> Pack:
 def per_document(loss: PackLoss, boundary: int) -> tuple[Tensor, Tensor]:
     """The KL of each document's terms, all steps in a row; goals without a row of their own document have none."""
     first, valid = loss.rollout.goal_N < boundary, loss.rollout.valid_SN
-    return loss.distill.kl_SN[valid & first], loss.distill.kl_SN[valid & ~first]
+    kl = loss.values.terms["kl"]
+    return kl[valid & first], kl[valid & ~first]
 
 
 def test_changing_one_document_leaves_the_other_alone(toy_target: Target) -> None:

@@ -202,6 +202,8 @@ def stamp(run: Path, stage: str) -> None:
         ("train", "head.init=zeros", ["head.init must be one of last_layer, random", "zeros"]),
         ("train", "head.family=eagle9", ["family", "mtp", "eagle9"]),
         ("train", "train.decay=2.0", ["decay", "2.0"]),
+        ("train", "train.loss.kl=-1.0", ["loss weights must be 0 or more", "-1.0"]),
+        ("train", "train.step_weights=linear", ["one of geometric, fastmtp, uniform", "linear"]),
         ("train", "trackers=wandb", ["trackers"]),
         ("train", "target.dtype=int8", ["dtype must be one of", "int8"]),
         ("train", "target.device=abacus", ["target.device", "abacus"]),

@@ -11,7 +11,7 @@ from mtp_train.engine.engine import Engine, EngineConfig
 from mtp_train.engine.propose import ChainProposer
 from mtp_train.engine.sequences import Request
 from mtp_train.heads.mtp import MtpConfig, build
-from mtp_train.losses.chunked import distill
+from mtp_train.losses.chunked import ON_DISTRIBUTION, ON_LABELS, distill
 from mtp_train.models.target import Target
 
 pytestmark = [
@@ -31,12 +31,31 @@ def test_greedy_speculation_on_the_gpu_equals_plain_decoding_on_the_cpu(toy_targ
     assert [c.tokens for c in done] == [c.tokens for c in plain]
 
 
-def test_the_loss_on_the_gpu_equals_the_cpus() -> None:
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "own_matrix"])
+def test_the_loss_on_the_gpu_equals_the_cpus(own: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     student = torch.randn(2, 9, 16, generator=generator)
     teacher = torch.randn(9, 16, generator=generator)
     head = torch.randn(50, 16, generator=generator)
-    here = distill(student, teacher, head, measure=True, chunk=4)
-    there = distill(student.cuda(), teacher.cuda(), head.cuda(), measure=True, chunk=4)
-    torch.testing.assert_close(there.kl_SN.cpu(), here.kl_SN, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(there.alpha_SN.cpu(), here.alpha_SN, atol=1e-4, rtol=1e-4)
+    matrix = torch.randn(50, 16, generator=generator)
+    label = torch.randint(50, (9,), generator=generator)
+    weights = dict.fromkeys((*ON_DISTRIBUTION, *ON_LABELS), 0.5)
+    found = []
+    for device in ("cpu", "cuda"):
+        states = student.to(device).requires_grad_()
+        trained = matrix.to(device).requires_grad_() if own else None
+        result = distill(
+            states,
+            teacher.to(device),
+            head.to(device),
+            weights,
+            label_N=label.to(device),
+            student_head=trained,
+            measure=True,
+            chunk=4,
+        )
+        result.loss.backward()
+        gradients = [tensor.grad for tensor in (states, trained) if tensor is not None]
+        tensors = [*result.terms.values(), result.alpha_SN, result.loss.detach(), *gradients]
+        found.append([tensor.cpu() for tensor in tensors])
+    torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)

@@ -24,8 +24,8 @@ from mtp_train.checkpoint.heads import TENSORS, find_checkpoints, load_head
 from mtp_train.core.errors import UserError
 from mtp_train.core.records import TokenizedConversation
 from mtp_train.heads.mtp import MtpConfig, MtpHead, build
-from mtp_train.losses.chunked import DistillOutput
-from mtp_train.losses.weights import geometric
+from mtp_train.losses.chunked import LossValues
+from mtp_train.losses.weights import denominator
 from mtp_train.models.target import Target
 from mtp_train.store.shards import FeatureStore
 from mtp_train.train.loop import CURVES, OPTIMIZER, TrainConfig, train
@@ -71,9 +71,10 @@ def gradient(
     target: Target, head: MtpHead, store: FeatureStore, members: Sequence[int], config: TrainConfig
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradient of one big pack, its mean over the goals of all members."""
-    result = RolloutModule(head, target)(load_pack(store, list(members), CPU), config.rollout_steps)
-    loss = result.weighted(geometric(config.rollout_steps, config.decay), config.state_weight)
-    loss = loss / int(store.loss_tokens()[list(members)].sum())
+    module = RolloutModule(head, target, loss=config.losses())
+    result = module(load_pack(store, list(members), CPU), config.rollout_steps)
+    goals = store.loss_tokens()[list(members)].tolist()
+    loss = result.values.loss / denominator(goals, config.mean_over)
     names = [name for name, _ in head.named_parameters()]
     values = torch.autograd.grad(loss, list(head.parameters()))
     return float(loss.detach()), dict(zip(names, values, strict=True))
@@ -125,34 +126,51 @@ def five(toy_target: Target, tmp_path: Path) -> FeatureStore:
     return make_store(tmp_path / "five", toy_target, chats)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [BARE, replace(BARE, loss={"lk": 1.0, "hard_ce": 0.1}, step_weights="uniform")],
+    ids=["kl", "lk"],
+)
 def test_five_packs_by_two_are_three_steps_each_a_mean_over_its_goals(
-    toy_target: Target, five: FeatureStore, tmp_path: Path
+    toy_target: Target, five: FeatureStore, tmp_path: Path, config: TrainConfig
 ) -> None:
     """DEFECTS 16 and 12: the last window holds one pack and counts in full; nothing is a mean of means."""
-    packs = epoch_packs(five.lengths(), BARE.rows, BARE.seed, 0)
+    packs = epoch_packs(five.lengths(), config.rows, config.seed, 0)
     assert sorted(packs) == [[0], [1], [2], [3], [4]]
     out = tmp_path / "run"
-    fit(toy_target, five, BARE, out)
+    fit(toy_target, five, config, out)
     rows = curve(out)
     assert [row["step"] for row in rows] == [1, 2, 3]
 
     value, first = gradient(
-        toy_target, build(toy_target, MtpConfig()), five, packs[0] + packs[1], BARE
+        toy_target, build(toy_target, MtpConfig()), five, packs[0] + packs[1], config
     )
     assert rows[0]["loss"] == pytest.approx(value, rel=1e-4)
     assert rows[0]["gradient_norm"] == pytest.approx(norm(first), rel=1e-3)
 
     second, third = find_checkpoints(out / "checkpoints")
-    value, last = gradient(toy_target, load_head(second, toy_target)[0], five, packs[4], BARE)
+    value, last = gradient(toy_target, load_head(second, toy_target)[0], five, packs[4], config)
     assert rows[2]["loss"] == pytest.approx(value, rel=1e-4)
     close(moments(third), last)
     separate = [
-        gradient(toy_target, build(toy_target, MtpConfig()), five, pack, BARE)[0]
+        gradient(toy_target, build(toy_target, MtpConfig()), five, pack, config)[0]
         for pack in packs[:2]
     ]
     assert sum(separate) / 2 != pytest.approx(rows[0]["loss"], rel=1e-2), (
         "a mean of means would be seen"
     )
+
+
+def test_a_step_over_sequences_is_a_mean_of_their_means(
+    toy_target: Target, five: FeatureStore, tmp_path: Path
+) -> None:
+    config = replace(BARE, mean_over="sequences")
+    fit(toy_target, five, config, tmp_path / "run")
+    packs = epoch_packs(five.lengths(), config.rows, config.seed, 0)
+    head = build(toy_target, MtpConfig())
+    means = [gradient(toy_target, head, five, pack, BARE)[0] for pack in packs[:2]]
+    first = curve(tmp_path / "run")[0]["loss"]
+    assert first == pytest.approx(sum(means) / 2, rel=1e-4)
 
 
 def test_every_sequence_is_trained_once_per_epoch_in_another_order(toy_target: Target) -> None:
@@ -414,7 +432,12 @@ def pack_loss(agree: list[list[bool]]) -> PackLoss:
     aligned = rollout(torch.arange(6), torch.tensor([0, 0, 0, 1, 1, 1]), [0, 6], 2)
     assert aligned.source_SN.tolist() == [[1, 2, 3], [0, 1, 2]]
     kl = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-    return PackLoss(DistillOutput(kl, kl / 10, torch.tensor(agree)), kl * 10, aligned)
+    return PackLoss(loss_values(kl, torch.tensor(agree)), aligned)
+
+
+def loss_values(kl: torch.Tensor, agree: torch.Tensor) -> LossValues:
+    terms = {"kl": kl, "smooth_l1": kl * 10}
+    return LossValues(kl.sum(), terms, kl / 10, agree, torch.tensor(0))
 
 
 def test_joint_prefixes_by_hand() -> None:
@@ -442,20 +465,20 @@ def test_a_prefix_is_joint(agree: list[list[bool]], expected: list[float]) -> No
 def test_a_document_too_short_for_a_whole_chain_counts_none() -> None:
     aligned = rollout(torch.arange(3), torch.tensor([0, 0, 1]), [0, 3], 2)
     kl = torch.zeros(2, 1)
-    loss = PackLoss(DistillOutput(kl, kl, torch.ones(2, 1, dtype=torch.bool)), kl, aligned)
+    loss = PackLoss(loss_values(kl, torch.ones(2, 1, dtype=torch.bool)), aligned)
     prefix, chains = joint_prefix(loss)
     assert (prefix.tolist(), chains) == ([0.0, 0.0], 0.0)
 
 
 def test_validation_figures_by_hand() -> None:
-    sums = ValidationSums(2)
+    sums = ValidationSums(2, ("smooth_l1",))
     sums.add(pack_loss([[True, True, False], [False, True, False]]))
     sums.add(pack_loss([[True, True, True], [True, True, True]]))
     summary = sums.summary()
     assert summary["kl/1"] == pytest.approx((1 + 2 + 3) / 3)
     assert summary["kl/2"] == pytest.approx((4 + 5 + 6) / 3)
     assert summary["alpha/2"] == pytest.approx((0.4 + 0.5 + 0.6) / 3)
-    assert summary["state/1"] == pytest.approx((10 + 20 + 30) / 3)
+    assert summary["smooth_l1/1"] == pytest.approx((10 + 20 + 30) / 3)
     assert summary["agree/1"] == pytest.approx(5 / 6)
     assert summary["agree/2"] == pytest.approx(4 / 6)
     assert summary["prefix/1"] == pytest.approx(4 / 4)
@@ -471,7 +494,7 @@ def test_terms_without_a_row_are_left_out_of_the_figures() -> None:
     assert aligned.valid_SN.tolist() == [[True, True], [False, True]]
     kl = torch.tensor([[1.0, 3.0], [float("inf"), 5.0]]).nan_to_num(posinf=1e6)
     sums = ValidationSums(2)
-    sums.add(PackLoss(DistillOutput(kl, kl, torch.zeros(2, 2, dtype=torch.bool)), kl, aligned))
+    sums.add(PackLoss(loss_values(kl, torch.zeros(2, 2, dtype=torch.bool)), aligned))
     assert sums.summary()["kl/2"] == 5.0
 
 

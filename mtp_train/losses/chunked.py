@@ -1,13 +1,24 @@
-"""KL to the frozen target through the lm_head both share, without logits for the batch.
+"""Any sum of the vocabulary's loss terms, value and gradient together, without logits for the batch.
 
-Value and gradient are computed together, a chunk of goals at a time; one projection of the target's states serves
-every draft step. Memory is one chunk of logits, whatever the number of goals. Twin of `reference.kl`.
+A chunk of goals at a time: one projection of the target's states serves every draft step, one set of logits serves
+every term, and only the passes over V that the terms need are made. Memory is one chunk of logits, whatever the
+number of goals. Twins of `reference`; knows no head and no mean over goals.
 
-Shapes: N goals, S draft steps, C goals of a chunk, D hidden width, V vocabulary.
+With t the target's logits, z the head's, p and q their softmax and d = z - t, the gradients by z are
+
+    kl, soft_ce  q - p                               reverse_kl  q (d - sum q d)
+    tv           q (sum m q - m), m = [q < p]        nla         tv's / alpha
+    lk           lambda kl's + (1 - lambda) tv's     hard_ce     q - [label]
+
+so every sum of them is a q - b p - c m q + r q d - h [label] with one number per goal for each letter.
+
+Shapes: N goals, S draft steps, C goals of a chunk, D the target's width, E the head's width (D unless its output
+matrix is its own), V vocabulary (or the part of it that the matrices hold).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,123 +26,330 @@ import torch
 from torch import Tensor
 
 CHUNK = 256  # goals; larger chunks gain nothing on the machines tried and take memory
+ON_DISTRIBUTION = ("kl", "reverse_kl", "soft_ce", "tv", "nla", "lk")
+ON_LABELS = ("hard_ce",)
 
 
 @dataclass(frozen=True)
-class DistillOutput:
-    """One value per draft step and goal."""
+class LossValues:
+    """The weighted loss and what it is made of, one value per draft step and goal."""
 
-    kl_SN: Tensor  # carries the gradient to the student's states
-    alpha_SN: (
-        Tensor  # sum_x min(p, q), the chance of acceptance under sampling; zeros unless measured
-    )
-    agree_SN: Tensor  # bool: head and target choose the same token
+    loss: Tensor  # scalar, sum over steps, goals and terms; the only one that carries gradients
+    terms: dict[str, Tensor]  # [S, N] of each term with a weight, unweighted; and kl where measured
+    alpha_SN: Tensor  # sum_x min(p, q), chance of acceptance under sampling; zeros unless measured
+    agree_SN: Tensor  # bool: head and target choose the same token; False where p is not needed
+    outside: Tensor  # scalar: goals whose label is not in the vocabulary and has no hard_ce
 
 
 def distill(
-    student_SND: Tensor,
+    student_SNE: Tensor,
     teacher_ND: Tensor,
     head_VD: Tensor,
+    weights: Mapping[str, float],
     *,
+    weight_SN: Tensor | None = None,
+    label_N: Tensor | None = None,
+    student_head: Tensor | None = None,
+    lk_eta: float = 3.0,
     measure: bool = False,
     chunk: int = CHUNK,
-) -> DistillOutput:
-    """KL(p || q) from the target's distribution p to the head's q, at every step and goal.
+) -> LossValues:
+    """sum over steps and goals of weight_SN * sum_k weights[k] * term_k, with gradients to states and student head.
+
+    The weights of goals go in, rather than a mean coming out, because the gradient of a trained output matrix sums over
+    goals: it could not be weighted afterwards without a second projection.
 
     Args:
-        student_SND: the head's output states; gradients flow to them.
+        student_SNE: the head's output states; gradients flow to them.
         teacher_ND: the target's states at the goals (post-norm).
-        head_VD: the frozen lm_head; matmuls run in its dtype, everything else at least in float32.
-        measure: compute alpha too.
+        head_VD: the frozen lm_head, or its rows of a draft vocabulary: p is then renormalised over them. Matmuls run
+            in its dtype, everything else at least in float32.
+        weights: by name, out of ON_DISTRIBUTION and ON_LABELS; no entry or 0 is off.
+        weight_SN: of each step and goal; ones by default.
+        label_N: int64, rows of the matrix, -1 where the label is none of them (see `label_rows`); for hard_ce.
+        student_head: the head's own output matrix over the same rows, [V, E], or one per step, [S, V, E]; gradients
+            flow to it, summed in float32. By default the frozen lm_head.
+        measure: compute alpha and kl too.
     """
-    return DistillOutput(*_Distill.apply(student_SND, teacher_ND, head_VD, measure, chunk))
+    plan = _Plan({name: float(value) for name, value in weights.items() if value}, lk_eta, measure)
+    assert plan.weights.keys() <= {*ON_DISTRIBUTION, *ON_LABELS}, plan.weights
+    assert label_N is not None or "hard_ce" not in plan.weights, "hard_ce needs labels"
+    if label_N is None:
+        label_N = torch.zeros(len(teacher_ND), dtype=torch.int64, device=teacher_ND.device)
+    if weight_SN is None:
+        weight_SN = torch.ones(student_SNE.shape[:2], device=student_SNE.device)
+    loss, values, alpha, agree = _Distill.apply(
+        student_SNE, student_head, teacher_ND, head_VD, weight_SN, label_N, plan, chunk
+    )
+    terms = dict(zip(plan.reported, values, strict=True))
+    return LossValues(loss, terms, alpha, agree, (label_N < 0).sum())
+
+
+def label_rows(label_N: Tensor, vocabulary_U: Tensor) -> Tensor:
+    """Where each label stands in a sorted part of the vocabulary [N]; -1 where it is not in it."""
+    row_N = torch.searchsorted(vocabulary_U, label_N).clamp(max=len(vocabulary_U) - 1)
+    return torch.where(vocabulary_U[row_N] == label_N, row_N, -1)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Which terms, and so which passes over V."""
+
+    weights: dict[str, float]
+    eta: float
+    measure: bool
+
+    @property
+    def reported(self) -> tuple[str, ...]:
+        extra = ("kl",) if self.measure and "kl" not in self.weights else ()
+        return (*self.weights, *extra)
+
+    def any(self, *names: str) -> bool:
+        return any(name in self.weights for name in names)
+
+    @property
+    def target(self) -> bool:
+        """Is p needed?"""
+        return self.measure or self.any(*ON_DISTRIBUTION)
+
+    @property
+    def divergence(self) -> bool:
+        return self.measure or self.any("kl", "lk")
+
+    @property
+    def cross(self) -> bool:
+        return self.divergence or self.any("soft_ce")
+
+    @property
+    def overlap(self) -> bool:
+        return self.measure or self.any("tv", "nla", "lk")
+
+    @property
+    def plain(self) -> bool:
+        """Is the gradient a multiple of q - p?"""
+        return not self.any("reverse_kl", "tv", "nla", "lk", "hard_ce")
+
+    def of(self, name: str) -> float:
+        return self.weights.get(name, 0.0)
 
 
 class _Distill(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, student: Tensor, teacher: Tensor, head: Tensor, measure: bool, chunk: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx: Any,
+        student: Tensor,
+        student_head: Tensor | None,
+        teacher: Tensor,
+        head: Tensor,
+        weight: Tensor,
+        label: Tensor,
+        plan: _Plan,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         steps, goals, _ = student.shape
-        work = _Buffers(min(chunk, max(goals, 1)), head)
-        kl = torch.zeros(steps, goals, dtype=work.p.dtype, device=student.device)
-        alpha = torch.zeros_like(kl)
-        agree = torch.zeros(steps, goals, dtype=torch.bool, device=student.device)
-        gradient = torch.empty_like(student) if ctx.needs_input_grad[0] else None
-        for start in range(0, goals, chunk):
+        work = _Chunk(min(chunk, max(goals, 1)), head, student_head, plan)
+        values = torch.zeros(len(plan.reported), steps, goals, dtype=work.wide, device=head.device)
+        alpha = torch.zeros(steps, goals, dtype=work.wide, device=head.device)
+        agree = torch.zeros(steps, goals, dtype=torch.bool, device=head.device)
+        to_states, to_head, *_ = ctx.needs_input_grad
+        gradient = torch.zeros_like(student) if to_states else None
+        summed = _HeadGradient(student_head, work.wide, head.dtype) if to_head else None
+        for start in range(0, goals if plan.reported else 0, chunk):
             part = slice(start, min(start + chunk, goals))
-            work.teach(teacher[part])
+            work.teach(teacher[part], label[part])
             for step in range(steps):
-                kl[step, part], agree[step, part] = work.term(student[step, part])
-                if measure:
-                    alpha[step, part] = work.alpha()
+                found, alpha[step, part], agree[step, part] = work.compare(
+                    student[step, part], step
+                )
+                for index, name in enumerate(plan.reported):
+                    values[index, step, part] = found[name]
+                if not plan.weights or (gradient is None and summed is None):
+                    continue
+                scale = work.differentiate() * weight[step, part].unsqueeze(-1)
                 if gradient is not None:
-                    gradient[step, part] = work.gradient()
-        ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(alpha, agree)
-        return kl, alpha, agree
+                    gradient[step, part] = scale * work.to_states(step)
+                if summed is not None:
+                    summed.add(work.projected, scale * student[step, part], step)
+        ctx.save_for_backward(gradient, None if summed is None else summed.total)
+        ctx.mark_non_differentiable(values, alpha, agree)
+        total = torch.zeros((), dtype=work.wide, device=head.device)
+        for index, name in enumerate(plan.weights):
+            total = total + plan.weights[name] * (values[index] * weight).sum()
+        return total, values, alpha, agree
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * upstream[0].unsqueeze(-1).to(gradient.dtype), None, None, None, None
+        gradients = [
+            None if saved is None else saved * upstream[0].to(saved.dtype)
+            for saved in ctx.saved_tensors
+        ]
+        return (*gradients, *(None,) * 6)
 
 
-class _Buffers:
+class _HeadGradient:
+    """The gradient of the student's output matrix, summed over chunks and steps."""
+
+    def __init__(self, student_head: Tensor | None, wide: torch.dtype, matmul: torch.dtype) -> None:
+        assert student_head is not None
+        self.total = torch.zeros_like(student_head, dtype=wide)
+        self.part = torch.empty(
+            student_head.shape[-2:], dtype=matmul, device=student_head.device
+        )  # one chunk's
+
+    def add(self, gradient_CV: Tensor, state_CE: Tensor, step: int) -> None:
+        torch.mm(gradient_CV.T, state_CE.to(self.part.dtype), out=self.part)
+        (self.total if self.total.ndim == 2 else self.total[step]).add_(self.part)
+
+
+class _Chunk:
     """One chunk's logits and probabilities, allocated once: fresh [C, V] tensors cost more in page faults than the
-    arithmetic on them does.
+    arithmetic on them does. `compare` and `differentiate` work in place, in this order.
     """
 
-    def __init__(self, chunk: int, head_VD: Tensor) -> None:
-        self.head = head_VD
+    def __init__(
+        self, chunk: int, head_VD: Tensor, student_head: Tensor | None, plan: _Plan
+    ) -> None:
+        self.head, self.plan = head_VD, plan
+        self.own = None if student_head is None else student_head.detach().to(head_VD.dtype)
+        self.wide = torch.promote_types(head_VD.dtype, torch.float32)
         size = (chunk, head_VD.shape[0])
-        wide = torch.promote_types(head_VD.dtype, torch.float32)
-        self.projected = torch.empty(
-            size, dtype=head_VD.dtype, device=head_VD.device
-        )  # logits, later their gradient
-        self.taught, self.logits, self.p, self.q, self.product = (
-            torch.empty(size, dtype=wide, device=head_VD.device) for _ in range(5)
-        )
+        kinds = (head_VD.dtype, *(self.wide,) * 5)
+        self.buffers = [torch.empty(size, dtype=kind, device=head_VD.device) for kind in kinds]
 
-    def teach(self, state_CD: Tensor) -> None:
+    def teach(self, state_CD: Tensor, label_C: Tensor) -> None:
         """Take in a chunk of goals: the target's distribution, its negative entropy and its choice."""
-        self.rows = len(state_CD)
-        self.state = state_CD
-        torch.mm(state_CD.to(self.head.dtype), self.head.T, out=self.projected[: self.rows])
-        logits = self.taught[: self.rows].copy_(self.projected[: self.rows])
-        p = torch.softmax(logits, dim=-1, out=self.p[: self.rows])
-        peak, self.choice = logits.max(-1)
-        self.negative_entropy = self._dot(p, logits) - _log_sum(peak, self.choice, p)
-
-    def term(self, state_CD: Tensor) -> tuple[Tensor, Tensor]:
-        """KL and agreement of the chunk at one step [C].
-
-        The student's logits are the target's plus the projected difference of the states: rounding is relative to
-        the difference, which the gradient q - p is made of, and not to logits that are a hundred times as large.
-        """
-        difference_CD = state_CD - self.state.to(state_CD.dtype)
-        torch.mm(difference_CD.to(self.head.dtype), self.head.T, out=self.projected[: self.rows])
-        logits = torch.add(
-            self.taught[: self.rows], self.projected[: self.rows], out=self.logits[: self.rows]
+        # projected holds logits of the matmul, later their gradient
+        self.projected, self.taught, self.logits, self.p, self.q, self.product = (
+            buffer[: len(state_CD)] for buffer in self.buffers
         )
-        q = torch.softmax(logits, dim=-1, out=self.q[: self.rows])
-        peak, choice = logits.max(-1)
-        cross = self._dot(self.p[: self.rows], logits) - _log_sum(peak, choice, q)  # sum_x p log q
-        return self.negative_entropy - cross, choice == self.choice
+        self.state = state_CD
+        self.label_C1 = label_C.clamp(min=0).unsqueeze(1)
+        self.known_C = (label_C >= 0).to(self.wide)
+        if not self.plan.target:
+            return
+        torch.mm(state_CD.to(self.head.dtype), self.head.T, out=self.projected)
+        self.taught.copy_(self.projected)
+        peak, self.choice = self.taught.max(-1)
+        torch.softmax(self.taught, dim=-1, out=self.p)
+        self.log_sum = _log_sum(peak, self.choice, self.p)
+        if self.plan.divergence:
+            self.negative_entropy = self._dot(self.p, self.taught) - self.log_sum
 
-    def alpha(self) -> Tensor:
-        """sum_x min(p, q) of the last term [C]."""
-        return torch.minimum(
-            self.p[: self.rows], self.q[: self.rows], out=self.product[: self.rows]
-        ).sum(-1)
+    def compare(self, state_CE: Tensor, step: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """Values of the terms, alpha and agreement of the chunk at one step, [C] each."""
+        self._project(state_CE, step)
+        torch.softmax(self.logits, dim=-1, out=self.q)
+        peak, choice = self.logits.max(-1)
+        log_sum = _log_sum(peak, choice, self.q)
+        found = self._divergences(log_sum) | self._overlaps()
+        if self.plan.any("lk"):
+            self.blend = torch.exp(-self.plan.eta * self.alpha)
+            found["lk"] = self.blend * found["kl"] + (1 - self.blend) * found["tv"]
+        if self.plan.any("hard_ce"):
+            chosen = self.logits.gather(1, self.label_C1).squeeze(1)
+            found["hard_ce"] = (log_sum - chosen) * self.known_C
+        if self.plan.any("reverse_kl"):  # last: the gradient needs the product
+            self.tilt = self._dot(self.q, self._difference())
+            found["reverse_kl"] = self.tilt - (log_sum - self.log_sum)
+        alpha = self.alpha if self.plan.measure else torch.zeros_like(log_sum)
+        agree = choice == self.choice if self.plan.target else torch.zeros_like(choice).bool()
+        return found, alpha, agree
 
-    def gradient(self) -> Tensor:
-        """Gradient of the last term by the student's states [C, D]: q - p, projected back."""
-        self.q[: self.rows].sub_(self.p[: self.rows])
-        return self.projected[: self.rows].copy_(self.q[: self.rows]) @ self.head
+    def differentiate(self) -> Tensor | float:
+        """The sum's gradient by the logits, into `projected` in the matmuls' dtype; returns a factor left to apply.
+
+        Works on q in place: call it once after `compare`. Letters as in the module's docstring.
+        """
+        plan, q = self.plan, self.q
+        pull = plan.of("kl") + plan.of("soft_ce")
+        if plan.plain:
+            self.projected.copy_(q.sub_(self.p))
+            return pull
+        a_C = torch.full_like(q[:, 0], pull)
+        if plan.any("lk"):
+            a_C += plan.of("lk") * self.blend
+        b_C1 = a_C.unsqueeze(1).clone()
+        if plan.any("tv", "nla", "lk"):
+            c_C = self._variation()
+            torch.mul(torch.lt(q, self.p, out=self.logits), q, out=self.logits)  # m q
+            a_C += c_C * self.logits.sum(-1)
+        if plan.any("hard_ce"):
+            h_C = plan.of("hard_ce") * self.known_C
+            a_C += h_C
+        if plan.any("reverse_kl"):
+            a_C -= plan.of("reverse_kl") * self.tilt
+        q.mul_(a_C.unsqueeze(1))
+        if plan.any("kl", "soft_ce", "lk"):
+            q.addcmul_(self.p, b_C1, value=-1)
+        if plan.any("tv", "nla", "lk"):
+            q.addcmul_(self.logits, c_C.unsqueeze(1), value=-1)
+        if plan.any("reverse_kl"):
+            q.add_(self.product, alpha=plan.of("reverse_kl"))  # q d, left there by `compare`
+        if plan.any("hard_ce"):
+            q.scatter_add_(1, self.label_C1, -h_C.unsqueeze(1))
+        self.projected.copy_(q)
+        return 1.0
+
+    def to_states(self, step: int) -> Tensor:
+        """The gradient by the logits projected back to the student's states [C, E]."""
+        return self.projected @ self._matrix(step)
+
+    def _matrix(self, step: int) -> Tensor:
+        if self.own is None:
+            return self.head
+        return self.own if self.own.ndim == 2 else self.own[step]
+
+    def _project(self, state_CE: Tensor, step: int) -> None:
+        """The student's logits.
+
+        Where they are held against the target's and the output matrix is shared, they are the target's plus the
+        projected difference of the states: rounding is relative to the difference, which the gradients are made of,
+        and not to logits that are a hundred times as large.
+        """
+        differ = self.own is None and self.plan.target
+        if differ:
+            state_CE = state_CE - self.state.to(state_CE.dtype)
+        matrix_VE = self._matrix(step)
+        torch.mm(state_CE.to(matrix_VE.dtype), matrix_VE.T, out=self.projected)
+        if differ:
+            torch.add(self.taught, self.projected, out=self.logits)
+        else:
+            self.logits.copy_(self.projected)
+
+    def _difference(self) -> Tensor:
+        """The student's logits minus the target's [C, V]."""
+        if self.own is None:
+            return self.projected
+        return torch.sub(self.logits, self.taught, out=self.product)
+
+    def _divergences(self, log_sum_C: Tensor) -> dict[str, Tensor]:
+        if not self.plan.cross:
+            return {}
+        cross = self._dot(self.p, self.logits) - log_sum_C  # sum_x p log q
+        if not self.plan.divergence:
+            return {"soft_ce": -cross}
+        return {"soft_ce": -cross, "kl": self.negative_entropy - cross}
+
+    def _overlaps(self) -> dict[str, Tensor]:
+        if not self.plan.overlap:
+            return {}
+        self.alpha = torch.minimum(self.p, self.q, out=self.product).sum(-1)
+        return {"tv": 1 - self.alpha, "nla": -self._floored_alpha().log()}
+
+    def _floored_alpha(self) -> Tensor:
+        return self.alpha.clamp(min=torch.finfo(self.alpha.dtype).tiny)
+
+    def _variation(self) -> Tensor:
+        """How much of total variation's gradient the sum holds [C]."""
+        c_C = torch.full_like(self.alpha, self.plan.of("tv"))
+        if self.plan.any("nla"):
+            c_C += self.plan.of("nla") / self._floored_alpha()
+        if self.plan.any("lk"):
+            c_C += self.plan.of("lk") * (1 - self.blend)
+        return c_C
 
     def _dot(self, left_CV: Tensor, right_CV: Tensor) -> Tensor:
-        return torch.mul(left_CV, right_CV, out=self.product[: self.rows]).sum(-1)
+        return torch.mul(left_CV, right_CV, out=self.product).sum(-1)
 
 
 def _log_sum(peak_C: Tensor, choice_C: Tensor, softmax_CV: Tensor) -> Tensor:

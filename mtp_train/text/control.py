@@ -76,7 +76,8 @@ class Veil:
         """
         found_ids: list[int] = []
         found_spans: list[tuple[int, int]] = []
-        edges = [-1, *(i for i, token in enumerate(ids) if token in self._added), len(ids)]
+        added = (i for i, token in enumerate(ids) if self._is_added(token, text, spans[i]))
+        edges = [-1, *added, len(ids)]
         for left, right in pairwise(edges):
             if left >= 0:
                 found_ids.append(ids[left])
@@ -84,9 +85,8 @@ class Veil:
             start = spans[left][1] if left >= 0 else 0
             end = spans[right][0] if right < len(ids) else len(text)
             if _private(text[start:end]):
-                mark = (
-                    MARK if left >= 0 else ""
-                )  # some tokenizers open a text otherwise than go on after a token
+                # Some tokenizers open a text otherwise than they go on after a token.
+                mark = MARK if left >= 0 else ""
                 plain = self._letters().encode(
                     mark + lift(text[start:end]), add_special_tokens=False
                 )
@@ -97,6 +97,13 @@ class Veil:
                 found_ids += ids[left + 1 : right]
                 found_spans += spans[left + 1 : right]
         return found_ids, found_spans
+
+    def _is_added(self, token: int, text: str, span: tuple[int, int]) -> bool:
+        """Whether an added token was written there; the one for unknown letters may stand for any."""
+        if token not in self._added:
+            return False
+        unknown = self.tokenizer.unk_token
+        return token != self.tokenizer.unk_token_id or text[slice(*span)].strip() == unknown
 
     def _letters(self) -> Tokenizer:
         """The tokenizer without its added tokens, but with one that stands for any of them."""

@@ -11,7 +11,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ from mtp_train.core.errors import UserError
 from mtp_train.core.progress import progress, say
 from mtp_train.core.provenance import read_json
 from mtp_train.heads.mtp import MtpHead
-from mtp_train.losses.weights import geometric
+from mtp_train.losses.terms import LossConfig, default_weights
+from mtp_train.losses.weights import denominator
 from mtp_train.models.target import Target
 from mtp_train.store.shards import FeatureStore
 from mtp_train.train.metrics import ValidationSums
@@ -52,9 +53,11 @@ class TrainConfig:
         rows: row budget of one pack (a micro-batch on one rank).
         accumulation: packs per rank and optimiser step.
         rollout_steps: draft steps trained: step 1 on the target's states, later ones on the head's own.
-        decay: weight of a step over the one before it.
-        state_weight: weight of smooth L1 between states, beside KL.
-        loss_vocabulary: train KL over this many of the features' most frequent tokens, p and q renormalised there;
+        step_weights, decay: geometric (each step `decay` times the one before it), fastmtp or uniform.
+        loss: weights of loss terms by name (`losses.terms.TERMS`); 0 is off.
+        lk_eta: the term `lk`'s own parameter.
+        mean_over: tokens, or sequences: each trained token counts the same, or each sequence.
+        loss_vocabulary: train on this many of the features' most frequent tokens, p and q renormalised there;
             0 is the whole vocabulary. Validation and the engine always use the whole.
         learning_rate, warmup_steps, beta1, beta2, weight_decay, clip: AdamW, cosine to 2 % of the peak.
         validations: how often in the run the held-out features are measured.
@@ -65,8 +68,11 @@ class TrainConfig:
     rows: int = 512
     accumulation: int = 1
     rollout_steps: int = 3
+    step_weights: str = "geometric"
     decay: float = 0.7
-    state_weight: float = 0.1
+    loss: dict[str, float] = field(default_factory=default_weights)
+    lk_eta: float = 3.0
+    mean_over: str = "tokens"
     loss_vocabulary: int = 0
     learning_rate: float = 1e-3
     warmup_steps: int = 20
@@ -98,11 +104,14 @@ class TrainConfig:
                 values,
                 "raise it",
             )
-        geometric(self.rollout_steps, self.decay)  # refuses a decay out of range
+        self.losses()  # refuses unknown terms and values out of range
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
             raise UserError(
                 "train.beta1 and beta2 must lie in [0, 1)", (self.beta1, self.beta2), "use 0.9"
             )
+
+    def losses(self) -> LossConfig:
+        return LossConfig(self.loss, self.lk_eta, self.step_weights, self.decay, self.mean_over)
 
 
 @dataclass(frozen=True)
@@ -110,7 +119,7 @@ class Window:
     """One optimiser step: this rank's packs. A pack with weight 0 only keeps ranks in step."""
 
     packs: tuple[tuple[list[int], float], ...]
-    goals: int  # of all ranks
+    goals: int  # of all ranks: trained tokens, or sequences with any
 
 
 def train(
@@ -154,14 +163,12 @@ class _Trainer:
         self.loss_tokens = features.loss_tokens()
         self.epoch_windows = [self._windows(epoch) for epoch in range(config.epochs)]
         self.total = sum(len(windows) for windows in self.epoch_windows)
-        self.step_weight = geometric(config.rollout_steps, config.decay).to(target.device)
         optimizer = make_optimizer(
             head, config.learning_rate, (config.beta1, config.beta2), config.weight_decay
         )
         vocabulary = self._vocabulary() if config.loss_vocabulary else None
-        self.own = RolloutModule(
-            head, target, vocabulary
-        )  # unwrapped: validates without other ranks
+        # unwrapped: validates without other ranks
+        self.own = RolloutModule(head, target, vocabulary, config.losses())
         self.module, self.optimizer = accelerator.prepare(self.own, optimizer)
         self.raw_optimizer: torch.optim.Optimizer = getattr(
             self.optimizer, "optimizer", self.optimizer
@@ -232,8 +239,9 @@ class _Trainer:
         return windows
 
     def _goals(self, packs: list[list[int]]) -> int:
-        """Trained tokens of the packs: the denominator of the window's mean."""
-        return sum(int(self.loss_tokens[pack].sum()) for pack in packs)
+        """The denominator of the window's mean."""
+        counts = [count for pack in packs for count in self.loss_tokens[pack].tolist()]
+        return denominator(counts, self.config.mean_over)
 
     def _remaining(self) -> Iterator[Window]:
         windows = [window for epoch in self.epoch_windows for window in epoch]
@@ -253,11 +261,7 @@ class _Trainer:
             keys += pack.keys
             with self.accelerator.autocast():
                 result = self.module(pack, config.rollout_steps)
-            loss = (
-                weight
-                * result.weighted(self.step_weight, config.state_weight)
-                / max(window.goals, 1)
-            )
+            loss = weight * result.values.loss / max(window.goals, 1)
             # DDP averages gradients over ranks; the window's mean is over goals, so undo the average.
             self.accelerator.backward(loss * self.accelerator.num_processes)
             total += loss.detach()
@@ -277,7 +281,7 @@ class _Trainer:
     def _validate(self) -> None:
         """Measure the held-out features; every rank its share of packs."""
         self.own.eval()
-        sums = ValidationSums(self.config.rollout_steps)
+        sums = ValidationSums(self.config.rollout_steps, tuple(self.config.losses().enabled()))
         packs = list(ordered_packs(self.held_out.lengths(), max(self.config.rows, 2048)))
         for indices in packs[self.accelerator.process_index :: self.accelerator.num_processes]:
             with self.accelerator.autocast():

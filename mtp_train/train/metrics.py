@@ -16,61 +16,57 @@ from mtp_train.train.step import PackLoss
 
 @dataclass
 class ValidationSums:
-    """Adds up packs. Everything is a sum or a count, so ranks and packs add."""
+    """Adds up packs. Everything is a sum or a count, so ranks and packs add.
+
+    terms: the loss terms that are reported, by name, and alpha and agreement with them.
+    """
 
     steps: int
-    kl: list[float] = field(init=False)
-    state: list[float] = field(init=False)
-    alpha: list[float] = field(init=False)
-    agree: list[float] = field(init=False)
-    terms: list[float] = field(init=False)
+    terms: tuple[str, ...] = ("kl",)
+    sums: dict[str, list[float]] = field(init=False)
+    count: list[float] = field(init=False)  # goals with a row at this step
     prefix: list[float] = field(init=False)  # chains whose steps 0..s all agree
     chains: float = 0.0
 
     def __post_init__(self) -> None:
-        self.kl, self.state, self.alpha, self.agree, self.terms, self.prefix = (
-            [0.0] * self.steps for _ in range(6)
-        )
+        names = dict.fromkeys(("kl", *self.terms, "alpha", "agree"))
+        self.sums = {name: [0.0] * self.steps for name in names}
+        self.count, self.prefix = [0.0] * self.steps, [0.0] * self.steps
 
     def add(self, loss: PackLoss) -> None:
-        valid = loss.rollout.valid_SN
-        for name, value in (
-            ("kl", loss.distill.kl_SN),
-            ("state", loss.state_SN),
-            ("alpha", loss.distill.alpha_SN),
-            ("agree", loss.distill.agree_SN),
-        ):
-            sums = (value.float() * valid).sum(1).tolist()
-            setattr(
-                self, name, [old + new for old, new in zip(getattr(self, name), sums, strict=True)]
-            )
-        self.terms = [old + new for old, new in zip(self.terms, valid.sum(1).tolist(), strict=True)]
+        values, valid = loss.values, loss.rollout.valid_SN
+        found = values.terms | {"alpha": values.alpha_SN, "agree": values.agree_SN}
+        for name in self.sums:
+            self.sums[name] = _add(self.sums[name], (found[name].float() * valid).sum(1))
+        self.count = _add(self.count, valid.sum(1))
         prefix, chains = joint_prefix(loss)
-        self.prefix = [old + new for old, new in zip(self.prefix, prefix.tolist(), strict=True)]
+        self.prefix = _add(self.prefix, prefix)
         self.chains += chains
 
     def reduce(self, total: Callable[[Tensor], Tensor]) -> None:
         """Add up over ranks: `total` sums a tensor over all of them."""
-        names = ("kl", "state", "alpha", "agree", "terms", "prefix")
-        table = torch.tensor(
-            [getattr(self, name) for name in names] + [[self.chains] * self.steps],
-            dtype=torch.float64,
-        )
-        rows = total(table).tolist()
-        for name, row in zip(names, rows, strict=False):
-            setattr(self, name, row)
-        self.chains = rows[-1][0]
+        chains = [self.chains] * self.steps
+        table = [*self.sums.values(), self.count, self.prefix, chains]
+        *rows, self.count, self.prefix, chains = total(
+            torch.tensor(table, dtype=torch.float64)
+        ).tolist()
+        self.sums = dict(zip(self.sums, rows, strict=True))
+        self.chains = chains[0]
 
     def summary(self) -> dict[str, float]:
         """Means per step (`kl/1` is the first draft's), and tau by joint prefixes: never a product of marginals."""
         means: dict[str, float] = {}
         for step in range(self.steps):
-            count = max(self.terms[step], 1.0)
-            for name in ("kl", "state", "alpha", "agree"):
-                means[f"{name}/{step + 1}"] = getattr(self, name)[step] / count
+            count = max(self.count[step], 1.0)
+            for name, sums in self.sums.items():
+                means[f"{name}/{step + 1}"] = sums[step] / count
             means[f"prefix/{step + 1}"] = self.prefix[step] / max(self.chains, 1.0)
         means["tau_teacher_forced"] = 1.0 + sum(self.prefix) / max(self.chains, 1.0)
         return means
+
+
+def _add(old: list[float], new_S: Tensor) -> list[float]:
+    return [left + right for left, right in zip(old, new_S.tolist(), strict=True)]
 
 
 def joint_prefix(loss: PackLoss) -> tuple[Tensor, float]:
@@ -84,7 +80,7 @@ def joint_prefix(loss: PackLoss) -> tuple[Tensor, float]:
     present = torch.zeros_like(hit)
     for step in range(steps):
         start = source[step][valid[step]]
-        hit[step, start] = loss.distill.agree_SN[step][valid[step]]
+        hit[step, start] = loss.values.agree_SN[step][valid[step]]
         present[step, start] = True
     whole = present.all(0)
     return (hit.cumprod(0).bool() & whole).sum(1).float(), float(whole.sum())

@@ -16,23 +16,21 @@ from torch import Tensor, nn
 from mtp_train.attention.packed import RolloutContext
 from mtp_train.batches.align import Rollout, rollout
 from mtp_train.batches.pack import Pack
-from mtp_train.losses.chunked import DistillOutput, distill
-from mtp_train.losses.reference import smooth_l1
+from mtp_train.losses.chunked import LossValues, label_rows
+from mtp_train.losses.terms import LossConfig, weighted_loss
+from mtp_train.losses.weights import goal_weights
 from mtp_train.models.target import Target
 
 
 @dataclass(frozen=True)
 class PackLoss:
-    """Values per draft step and goal; terms without a row (`rollout.valid_SN`) mean nothing."""
+    """Values per draft step and goal; those without a row (`rollout.valid_SN`) mean nothing and weigh nothing.
 
-    distill: DistillOutput
-    state_SN: Tensor
+    `values.loss` is their weighted sum: divide by the global `losses.weights.denominator`.
+    """
+
+    values: LossValues
     rollout: Rollout
-
-    def weighted(self, step_weight_S: Tensor, state_weight: float) -> Tensor:
-        """Sum over goals of sum_s weight_s (KL + state_weight * smooth L1): divide by the global number of goals."""
-        term_SN = self.distill.kl_SN + state_weight * self.state_SN
-        return ((term_SN * self.rollout.valid_SN).sum(1) * step_weight_S).sum()
 
 
 class RolloutModule(nn.Module):
@@ -41,12 +39,20 @@ class RolloutModule(nn.Module):
     The target is held outside the module tree: it is neither trained, nor replicated, nor saved.
     """
 
-    def __init__(self, head: nn.Module, target: Target, vocabulary_U: Tensor | None = None) -> None:
-        """vocabulary_U: token ids over which the training loss compares p and q; None is the whole vocabulary."""
+    def __init__(
+        self,
+        head: nn.Module,
+        target: Target,
+        vocabulary_U: Tensor | None = None,
+        loss: LossConfig | None = None,
+    ) -> None:
+        """vocabulary_U: sorted token ids over which the training loss compares p and q; None is all of them."""
         super().__init__()
         self.head = head
+        self.loss = loss or LossConfig()
         self._target = [target]
         self._whole = target.lm_head.weight.detach()
+        self._vocabulary = vocabulary_U
         self._part = self._whole if vocabulary_U is None else self._whole[vocabulary_U].contiguous()
 
     def forward(self, pack: Pack, steps: int, measure: bool = False) -> PackLoss:
@@ -60,9 +66,23 @@ class RolloutModule(nn.Module):
                 for out_TD, source_N in zip(outs, aligned.source_SN, strict=True)
             ]
         ).float()
-        teacher = pack.hidden_TD[aligned.goal_N]
-        result = distill(student, teacher, self._whole if measure else self._part, measure=measure)
-        return PackLoss(result, smooth_l1(student, teacher.float()), aligned)
+        part = None if measure else self._vocabulary
+        values = weighted_loss(
+            self.loss,
+            student,
+            pack.hidden_TD[aligned.goal_N],
+            self._whole if part is None else self._part,
+            weight_SN=self._weights(aligned, pack),
+            label_N=aligned.label_N if part is None else label_rows(aligned.label_N, part),
+            measure=measure,
+        )
+        return PackLoss(values, aligned)
+
+    def _weights(self, aligned: Rollout, pack: Pack) -> Tensor:
+        """Weight of each step and goal [S, N]; 0 where the goal has no row."""
+        step_S = self.loss.step_weight(len(aligned.valid_SN)).to(aligned.goal_N.device)
+        goal_N = goal_weights(aligned.goal_N, pack.offsets, self.loss.mean_over)
+        return aligned.valid_SN * step_S.unsqueeze(1) * goal_N
 
 
 def head_states(
