@@ -113,6 +113,31 @@ def answer(key: str, prompt: int, output: int) -> Answer:
     return Answer(key, "c", (), tuple(range(prompt)), tuple(range(10, 10 + output)), "stop")
 
 
+def test_turns_share_a_sequence_and_one_too_long_leaves_those_before() -> None:
+    first = Answer("a", "c", (), (1, 2), (3, 4), "stop")
+    second = Answer("a#1", "c", (), (1, 2, 3, 4, 5, 6), (7,), "stop")
+    third = Answer("a#2", "c", (), (1, 2, 3, 4, 5, 6, 7, 8), (9, 10), "length")
+    accounting = Accounting(used=4)
+    rows = [first, second, third, answer("b", 2, 2)]
+    joined, other = from_answers(rows, PrecomputeConfig(max_tokens=9), accounting)
+    assert joined == TokenizedConversation("a", (1, 2, 3, 4, 5, 6, 7), (0, 0, 1, 1, 0, 0, 1), "c")
+    assert other.key == "b"
+    assert accounting.used == 3 and accounting.refused == {"longer than 9 tokens": 1}
+
+
+def test_turns_are_apart_where_ids_or_conversations_differ() -> None:
+    first = Answer("a", "c", (), (1, 2), (3, 4), "stop")
+    drifted = Answer("a#1", "c", (), (1, 2, 3, 40, 5), (6,), "stop")
+    after = Answer("a#2", "c", (), (1, 2, 3, 40, 5, 6, 7), (8,), "stop")
+    stranger = Answer("b", "c", (), (1, 2, 3, 40, 5, 6, 7, 8, 9), (1,), "stop")
+    gap = Answer("b#2", "c", (), (1, 2, 3, 40, 5, 6, 7, 8, 9, 1, 2), (1,), "stop")
+    rows = [first, drifted, after, stranger, gap]
+    sequences = from_answers(rows, PrecomputeConfig(), Accounting(used=5))
+    assert [item.key for item in sequences] == ["a", "a#1", "b", "b#2"]
+    assert sequences[1].tokens == (1, 2, 3, 40, 5, 6, 7, 8)
+    assert sequences[1].loss_mask == (0, 0, 0, 0, 0, 1, 0, 1)
+
+
 def test_answers_are_trained_and_prompts_are_not() -> None:
     accounting = Accounting(used=3)
     answers = [answer("a", 3, 2), answer("too long", 6, 5), answer("b", 1, 4)]
