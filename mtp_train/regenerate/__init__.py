@@ -1,1 +1,1 @@
-"""Floor 4: the target answers prompts through the engine: on-policy data. Knows no features and no training."""
+"""Floor 4: the target answers prompts, by the engine or a server: on-policy data. Knows no features, no training."""
