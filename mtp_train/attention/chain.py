@@ -16,7 +16,7 @@ A tile's scores are rounded to the operands' dtype, as any matrix product is. So
 `anchor`, a guess at their maximum, inside the product: in bfloat16 that keeps a score of 100 as exact as one of 1.
 
 Shapes: T rows, H query heads, G key/value heads, R = H/G query heads of each, d key width, w value width,
-L rows of one document, N = L R queries of one document per key/value head, S later steps, M = S + L.
+L rows of one document, N = L R queries of one document per key/value head, S later steps (rounded up within documents), M = S + L.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ from torch.nn.functional import pad
 
 TILE_ROWS = 128  # fewer: more passes over the keys' gradients; more: the scores leave the cache
 TILE_SCORES = 2**24  # at most
+# A library compiles and keeps a kernel of up to a megabyte for every shape it meets, so tiles come in few shapes:
+OWN_COLUMNS = 8  # own columns, or a multiple; the spare ones are hidden
+TILE_WIDTHS = 16  # of one long document; a narrower tile computes up to the next width
 
 Span = tuple[int, int]  # first row of a document and the one past its last
 
@@ -89,8 +92,8 @@ class _Chain(torch.autograd.Function):
                 torch.cat(rows) for rows in zip(*parts, strict=True)
             )
             query = _plus_own(query, score_TGRS, keys[1:])
-            own_keys = _own_gradients(score_TGRS, query_TGRd)
-            own_values = _own_gradients(weight_TGRS, grad_TGRw)
+            own_keys = _own_gradients(score_TGRS, query_TGRd, len(keys) - 1)
+            own_values = _own_gradients(weight_TGRS, grad_TGRw, len(keys) - 1)
             scaled = [rows * ctx.scaling for rows in (query, key, *own_keys)]
         grads = [rows.to(query_TGRd.dtype) for rows in (*scaled, value, *own_values)]
         return grads[0], None, None, *grads[1:]
@@ -103,7 +106,7 @@ class _Document:
     query_GNd: Tensor
     key_GMd: Tensor  # S rows of zeros, then step 0's
     value_GMw: Tensor  # likewise
-    own_GNS: Tensor  # scaled scores of the own keys, less the anchor
+    own_GNS: Tensor  # scaled scores of the own keys, less the anchor; -inf in spare columns
     anchor_GN1: Tensor
     scaling: float
 
@@ -111,17 +114,23 @@ class _Document:
     def own(self) -> int:
         return self.own_GNS.shape[-1]
 
+    @property
+    def rows(self) -> int:
+        return self.key_GMd.shape[1] - self.own
+
     def tiles(self) -> Iterator[_Tile]:
         """Every query once, in order of its key/value head and row."""
-        groups, rows = self.key_GMd.shape[0], self.key_GMd.shape[1] - self.own
-        shared = self.query_GNd.shape[1] // rows
-        width = shared * self.key_GMd.shape[1]  # scores of one row of one key/value head
+        groups, columns = self.key_GMd.shape[:2]
+        shared = self.query_GNd.shape[1] // self.rows
+        width = shared * columns  # scores of one row of one key/value head
         tall = max(1, min(TILE_ROWS, TILE_SCORES // width))
         deep = max(1, TILE_SCORES // (width * tall))
+        grain = TILE_ROWS * -(-self.rows // (TILE_ROWS * TILE_WIDTHS))
         for group in range(0, groups, deep):
-            for first in range(0, rows, tall):
-                last = min(first + tall, rows)
-                yield _Tile(slice(group, group + deep), first, last, shared, self.own)
+            for first in range(0, self.rows, tall):
+                last = min(first + tall, self.rows)
+                seen = min(-(-last // grain) * grain, self.rows)
+                yield _Tile(slice(group, group + deep), first, last, shared, self.own + seen)
 
     def weights(self, tile: _Tile) -> Tensor:
         """Softmax weights of a tile: [heads, queries, columns]."""
@@ -131,20 +140,20 @@ class _Document:
         )
         score[..., : self.own] = self.own_GNS[tile.queries]
         rows = tile.last - tile.first
-        square = score.unflatten(1, (rows, -1))[..., -rows:]  # the tile's rows against themselves
-        square += score.new_full((rows, rows), float("-inf")).triu(1).unsqueeze(1)
+        after = score.unflatten(1, (rows, -1))[..., self.own + tile.first :]
+        after += score.new_full((rows, after.shape[-1]), float("-inf")).triu(1).unsqueeze(1)
         return score.softmax(-1)
 
 
 @dataclass(frozen=True)
 class _Tile:
-    """Rows first..last of some key/value heads, against all columns that any of them sees."""
+    """Rows first..last of some key/value heads, against all columns that any of them sees, or a few more."""
 
     heads: slice
     first: int
     last: int
     shared: int  # R
-    own: int  # S
+    width: int  # columns
 
     @property
     def queries(self) -> tuple[slice, slice]:
@@ -152,7 +161,7 @@ class _Tile:
 
     @property
     def columns(self) -> tuple[slice, slice]:
-        return self.heads, slice(0, self.own + self.last)
+        return self.heads, slice(self.width)
 
 
 def _attend(document: _Document) -> tuple[Tensor, Tensor]:
@@ -184,7 +193,7 @@ def _attend_backward(
         weight, grad = document.weights(tile), grad_GNw[tile.queries]
         _accumulate(value_grad[tile.columns], weight, grad)
         weight_grad = grad @ value[tile.columns].transpose(1, 2)
-        weight_grad[..., : document.own] = own_grad_GNS[tile.queries]
+        weight_grad[..., : own_grad_GNS.shape[-1]] = own_grad_GNS[tile.queries]
         score_grad = torch._softmax_backward_data(weight_grad, weight, -1, weight.dtype)
         query_grad[tile.queries] = score_grad @ key[tile.columns]
         _accumulate(key_grad[tile.columns], score_grad, query[tile.queries])
@@ -215,10 +224,11 @@ def _documents(
     scaling: float,
 ) -> Iterator[_Document]:
     dots_TGRS = _dots(query_TGRd, keys_TGd) * scaling  # a row's own key of step 0 first
+    spare = -(len(keys_TGd) - 1) % OWN_COLUMNS
     for span in spans:
         query_GNd, dots_GNS = _by_group(query_TGRd, span), _by_group(dots_TGRS, span)
         key_GMd, value_GMw = (
-            pad(rows[slice(*span)].transpose(0, 1), (0, 0, len(keys_TGd) - 1, 0))
+            pad(rows[slice(*span)].transpose(0, 1), (0, 0, len(keys_TGd) - 1 + spare, 0))
             for rows in (keys_TGd[0], value_TGw)
         )
         # Attention is drawn to the document's first row or stays near: their scores are close to the maximum.
@@ -226,6 +236,7 @@ def _documents(
         anchor_GN1 = (query_GNd @ first_Gd1 * scaling).maximum(dots_GNS.amax(-1, keepdim=True))
         anchor_GN1 = anchor_GN1.to(query_GNd.dtype)
         own_GNS = (dots_GNS[..., 1:] - anchor_GN1).to(query_GNd.dtype)
+        own_GNS = pad(own_GNS, (0, spare), value=float("-inf"))
         yield _Document(query_GNd, key_GMd, value_GMw, own_GNS, anchor_GN1, scaling)
 
 
@@ -236,8 +247,7 @@ def _by_group(rows_TGRx: Tensor, span: Span) -> Tensor:
 
 def _by_row(rows_GNx: Tensor, document: _Document) -> Tensor:
     """[G, L R, x] -> [L, G, R, x]."""
-    rows = document.key_GMd.shape[1] - document.own
-    return rows_GNx.unflatten(1, (rows, -1)).transpose(0, 1)
+    return rows_GNx.unflatten(1, (document.rows, -1)).transpose(0, 1)
 
 
 def _dots(rows_TGRx: Tensor, own_TGx: Sequence[Tensor]) -> Tensor:
@@ -262,9 +272,10 @@ def _exact(rows: Tensor) -> torch.dtype:
     return torch.promote_types(rows.dtype, torch.float32)
 
 
-def _own_gradients(weight_TGRS: Tensor, rows_TGRx: Tensor) -> list[Tensor]:
+def _own_gradients(weight_TGRS: Tensor, rows_TGRx: Tensor, steps: int) -> list[Tensor]:
     """Of every later step's own keys or values [T, G, x]: the sum over query heads of weight x row."""
-    return [torch.einsum("tgr,tgrx->tgx", weight, rows_TGRx) for weight in weight_TGRS.unbind(-1)]
+    weights = weight_TGRS.unbind(-1)[:steps]
+    return [torch.einsum("tgr,tgrx->tgx", weight, rows_TGRx) for weight in weights]
 
 
 def _halves(cached: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
