@@ -16,7 +16,8 @@ A tile's scores are rounded to the operands' dtype, as any matrix product is. So
 `anchor`, a guess at their maximum, inside the product: in bfloat16 that keeps a score of 100 as exact as one of 1.
 
 Shapes: T rows, H query heads, G key/value heads, R = H/G query heads of each, d key width, w value width,
-L rows of one document, N = L R queries of one document per key/value head, S later steps (rounded up within documents), M = S + L.
+L rows of one document, N = L R queries of one document per key/value head, S later steps (within a document, own
+columns), M = S + L.
 """
 
 from __future__ import annotations
