@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from mtp_train.attention.packed import PackedContext, RolloutContext, chain_attention
+from mtp_train.attention import chain, reference
+from mtp_train.attention.packed import PackedContext, RolloutContext
 from mtp_train.attention.paged import PagedContext, PagedKV, plan_batch
 from mtp_train.core.errors import UserError
 from mtp_train.models.target import Target
@@ -89,13 +95,13 @@ def test_a_plan_has_flashinfers_arrays() -> None:
     assert plan.kv_lengths.tolist() == [6, 4]
 
 
-def test_chain_attention_equals_dense_attention_over_what_the_chain_sees() -> None:
+def test_the_slow_equation_is_dense_attention_over_what_the_chain_sees() -> None:
     generator = torch.Generator().manual_seed(3)
     rows, heads, groups, width = 6, 4, 2, 8
     query = torch.randn(rows, heads, width, generator=generator)
     keys = [torch.randn(rows, groups, width, generator=generator) for _ in range(3)]
     values = [torch.randn(rows, groups, width, generator=generator) for _ in range(3)]
-    out = chain_attention(query, keys, values, 0.3)
+    out = reference.chain_attention(query, keys, values, 0.3)
     for start in range(rows):
         seen_k = torch.cat(
             [keys[0][: start + 1], keys[1][start : start + 1], keys[2][start : start + 1]]
@@ -109,11 +115,168 @@ def test_chain_attention_equals_dense_attention_over_what_the_chain_sees() -> No
         )
 
 
+class ByReference:
+    """A rollout's attention by the slow equation, document by document."""
+
+    def __init__(self, offsets: list[int]) -> None:
+        self.spans = list(pairwise(offsets))
+        self.cached: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+    ) -> torch.Tensor:
+        self.cached.append((key, value))
+        outs = []
+        for a, b in self.spans:
+            keys, values = zip(*[(k[a:b], v[a:b]) for k, v in self.cached], strict=True)
+            outs.append(reference.chain_attention(query[a:b], keys, values, scaling))
+        return torch.cat(outs)
+
+
+Steps = list[tuple[torch.Tensor, ...]]  # per step: query, key, value, gradient of the output
+
+
+def rollout_steps(
+    rows: int, steps: int, heads: int = 4, groups: int = 2, width: int = 8, value_width: int = 8
+) -> Steps:
+    generator = torch.Generator().manual_seed(rows)
+    shapes = ((heads, width), (groups, width), (groups, value_width), (heads, value_width))
+    return [
+        tuple(torch.randn(rows, *shape, generator=generator).double() for shape in shapes)
+        for _ in range(steps)
+    ]
+
+
+def values_and_gradients(
+    context: Callable[..., torch.Tensor], steps: Steps, dtype: torch.dtype = torch.float64
+) -> list[torch.Tensor]:
+    """Outputs of all steps, then the gradients of every step's query, key and value."""
+    inputs = [[rows.to(dtype).requires_grad_() for rows in step[:3]] for step in steps]
+    outs = [context(0, *step, 0.3) for step in inputs]
+    grads = [step[3].to(out.dtype) for step, out in zip(steps, outs, strict=True)]
+    leaves = [rows for step in inputs for rows in step]
+    return [*(out.detach() for out in outs), *torch.autograd.grad(outs, leaves, grads)]
+
+
+@pytest.mark.parametrize("tile", [(4, 2**24, 16), (4, 2**24, 2), (4, 90, 16), (128, 2**24, 16)])
+@pytest.mark.parametrize(("heads", "groups", "value_width"), [(4, 2, 8), (3, 3, 8), (4, 1, 5)])
+def test_a_rollouts_values_and_gradients_are_the_slow_equations(
+    tile: tuple[int, int, int],
+    heads: int,
+    groups: int,
+    value_width: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Documents of one row, two, and around the edges of a tile; up to five steps."""
+    for name, number in zip(("TILE_ROWS", "TILE_SCORES", "TILE_WIDTHS"), tile, strict=True):
+        monkeypatch.setattr(chain, name, number)
+    offsets = [0, 1, 3, 6, 10, 15, 22, 31]
+    steps = rollout_steps(31, 5, heads, groups, value_width=value_width)
+    for count in (1, 2, 5):
+        ours = values_and_gradients(RolloutContext(offsets), steps[:count])
+        slow = values_and_gradients(ByReference(offsets), steps[:count])
+        assert len(ours) == 4 * count
+        for got, want in zip(ours, slow, strict=True):
+            torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-10)
+
+
+def test_a_rollouts_documents_do_not_see_each_other() -> None:
+    steps = rollout_steps(12, 3)
+    changed = [tuple(torch.cat([rows[:5] + 1, rows[5:]]) for rows in step) for step in steps]
+    before = values_and_gradients(RolloutContext([0, 5, 12]), steps)
+    after = values_and_gradients(RolloutContext([0, 5, 12]), changed)
+    for one, other in zip(before, after, strict=True):
+        assert not torch.equal(one[:5], other[:5])
+        assert torch.equal(one[5:], other[5:])
+
+
+@pytest.mark.parametrize("offset", [0.0, 12.0])
+def test_bfloat16_errs_no_more_than_the_slow_equation_does(offset: float) -> None:
+    """Also where all scores of a row share a large part, as with key biases: 12 * 12 * 8 * 0.3 = 346 here."""
+    steps = [
+        (query + offset, key + offset, value, grad)
+        for query, key, value, grad in rollout_steps(150, 3)
+    ]
+    steps = [tuple(rows.bfloat16().double() for rows in step) for step in steps]
+    exact = values_and_gradients(ByReference([0, 20, 150]), steps)
+    ours, slow = (
+        values_and_gradients(context([0, 20, 150]), steps, torch.bfloat16)
+        for context in (RolloutContext, ByReference)
+    )
+    for got, plain, want in zip(ours, slow, exact, strict=True):
+        error, bar = ((rows.double() - want).norm() / want.norm() for rows in (got, plain))
+        assert error <= 1.25 * bar
+
+
+def test_under_autocast_a_rollout_computes_in_bfloat16_whatever_it_is_given() -> None:
+    """RoPE may leave queries and keys in float32 beside values in bfloat16."""
+    steps = rollout_steps(20, 2)
+    plain = values_and_gradients(RolloutContext([0, 20]), steps, torch.bfloat16)
+
+    def under_autocast(layer: int, query: Any, key: Any, value: Any, scaling: float) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return context(layer, query.float(), key.float(), value, scaling)
+
+    context = RolloutContext([0, 20])
+    ours = values_and_gradients(under_autocast, steps, torch.bfloat16)
+    assert all(torch.equal(got, want) for got, want in zip(ours, plain, strict=True))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most elements that any tensor had."""
+
+    elements = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> torch.Tensor:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(
+                    self.elements, tensor.untyped_storage().nbytes() // tensor.itemsize
+                )
+        return out
+
+
+def largest_tensor(context: Callable[..., torch.Tensor], rows: int, value_width: int = 8) -> int:
+    """Of two steps, forward and backward, over one document with 2 heads in bfloat16."""
+    steps = rollout_steps(rows, 2, heads=2, groups=1, value_width=value_width)
+    with LargestTensor() as seen:
+        values_and_gradients(context, steps, torch.bfloat16)
+    return seen.elements
+
+
+def test_a_long_documents_scores_are_never_held_at_once() -> None:
+    rows = 16_384
+    assert largest_tensor(RolloutContext([0, rows]), rows) <= 2 * chain.TILE_ROWS * (rows + 8)
+    assert largest_tensor(ByReference([0, 512]), 512) >= 2 * 512 * 512, "the measure sees a matrix"
+
+
+@pytest.mark.parametrize("value_width", [8, 5])
+def test_a_long_documents_prefill_holds_no_scores(value_width: int) -> None:
+    """Also with values narrower than keys, as in latent attention."""
+    assert largest_tensor(PackedContext([0, 4096]), 4096, value_width) <= 4096 * 2 * 8
+
+
+def test_a_tile_is_bounded_however_long_the_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain, "TILE_SCORES", 2**15)
+    assert largest_tensor(RolloutContext([0, 1000]), 1000) <= 2**15
+
+
 def test_a_rollouts_first_step_is_plain_causal_attention() -> None:
     generator = torch.Generator().manual_seed(4)
-    query, key, value = (torch.randn(7, 2, 8, generator=generator) for _ in range(3))
-    first = RolloutContext([0, 4, 7])(0, query, key, value, 0.5)
-    assert torch.equal(first, PackedContext([0, 4, 7])(0, query, key, value, 0.5))
+    query, key = (torch.randn(7, 2, 8, generator=generator) for _ in range(2))
+    for width in (8, 5):
+        value = torch.randn(7, 2, width, generator=generator)
+        first = RolloutContext([0, 4, 7])(0, query, key, value, 0.5)
+        plain = PackedContext([0, 4, 7])(0, query, key, value, 0.5)
+        torch.testing.assert_close(first, plain, atol=1e-6, rtol=1e-5)
 
 
 def test_what_no_context_computes_is_refused_by_name() -> None:

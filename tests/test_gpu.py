@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from mtp_train.attention.packed import RolloutContext
 from mtp_train.engine.engine import Engine, EngineConfig
 from mtp_train.engine.propose import ChainProposer
 from mtp_train.engine.sequences import Request
@@ -59,3 +60,17 @@ def test_the_loss_on_the_gpu_equals_the_cpus(own: bool) -> None:
         tensors = [*result.terms.values(), result.alpha_SN, result.loss.detach(), *gradients]
         found.append([tensor.cpu() for tensor in tensors])
     torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
+
+
+def test_a_rollouts_attention_on_the_gpu_equals_the_cpus() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(300, heads, 16, generator=generator) for heads in (4, 2, 2) * 3]
+    results = []
+    for device in ("cpu", "cuda"):
+        leaves = [tensor.to(device).requires_grad_() for tensor in rows]
+        context = RolloutContext([0, 7, 300])
+        outs = [context(0, *leaves[step : step + 3], 0.25) for step in (0, 3, 6)]
+        total = sum(out.square().sum() for out in outs)
+        results.append([*outs, *torch.autograd.grad(total, leaves)])
+    for here, there in zip(*results, strict=True):
+        torch.testing.assert_close(there.cpu(), here, atol=1e-4, rtol=1e-4)

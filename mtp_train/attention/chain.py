@@ -12,8 +12,12 @@ A row's own keys of steps 1..S lie in front of step 0's keys, so that a tile's p
 Zeros stand in for the own keys and values, which differ from row to row: the tile's own columns are overwritten, and
 what the own values add is added outside the tiles.
 
+A tile's scores are rounded to the operands' dtype, as any matrix product is. So each row's scores are taken less its
+`anchor`, a guess at their maximum, inside the product: in bfloat16 that keeps a score of 100 as exact as one of 1.
+
 Shapes: T rows, H query heads, G key/value heads, R = H/G query heads of each, d key width, w value width,
-L rows of one document, N = L R queries of one document per key/value head, S later steps, M = S + L.
+L rows of one document, N = L R queries of one document per key/value head, S later steps (within a document, own
+columns), M = S + L.
 """
 
 from __future__ import annotations
@@ -25,9 +29,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 TILE_ROWS = 128  # fewer: more passes over the keys' gradients; more: the scores leave the cache
 TILE_SCORES = 2**24  # at most
+# A library compiles and keeps a kernel of up to a megabyte for every shape it meets, so tiles come in few shapes:
+OWN_COLUMNS = 8  # own columns, or a multiple; the spare ones are hidden
+TILE_WIDTHS = 16  # of one long document; a narrower tile computes up to the next width
 
 Span = tuple[int, int]  # first row of a document and the one past its last
 
@@ -60,10 +68,9 @@ class _Chain(torch.autograd.Function):
         ctx.spans, ctx.scaling = spans, scaling
         keys, values = _halves(cached)
         with torch.autocast(query_TGRd.device.type, enabled=False):
-            own_TGRS = _dots(query_TGRd, keys[1:]) * scaling
             parts = [
-                _attend(_document(query_TGRd, keys[0], values[0], own_TGRS, span, scaling))
-                for span in spans
+                _attend(document)
+                for document in _documents(query_TGRd, keys, values[0], spans, scaling)
             ]
             out_TGRw, weight_TGRS = (torch.cat(rows) for rows in zip(*parts, strict=True))
             return _plus_own(out_TGRw, weight_TGRS, values[1:]).to(query_TGRd.dtype)
@@ -74,22 +81,20 @@ class _Chain(torch.autograd.Function):
         query_TGRd, *cached = ctx.saved_tensors
         keys, values = _halves(cached)
         with torch.autocast(query_TGRd.device.type, enabled=False):
-            own_TGRS = _dots(query_TGRd, keys[1:]) * ctx.scaling
-            own_grad_TGRS = _dots(grad_TGRw, values[1:])
+            own_grad_TGRS = _dots(grad_TGRw, values[1:]).to(grad_TGRw.dtype)
+            documents = _documents(query_TGRd, keys, values[0], ctx.spans, ctx.scaling)
             parts = [
                 _attend_backward(
-                    _document(query_TGRd, keys[0], values[0], own_TGRS, span, ctx.scaling),
-                    _by_group(grad_TGRw, span),
-                    _by_group(own_grad_TGRS, span).to(query_TGRd.dtype),
+                    document, _by_group(grad_TGRw, span), _by_group(own_grad_TGRS, span)
                 )
-                for span in ctx.spans
+                for document, span in zip(documents, ctx.spans, strict=True)
             ]
             query, key, value, weight_TGRS, score_TGRS = (
                 torch.cat(rows) for rows in zip(*parts, strict=True)
             )
             query = _plus_own(query, score_TGRS, keys[1:])
-            own_keys = _own_gradients(score_TGRS, query_TGRd)
-            own_values = _own_gradients(weight_TGRS, grad_TGRw)
+            own_keys = _own_gradients(score_TGRS, query_TGRd, len(keys) - 1)
+            own_values = _own_gradients(weight_TGRS, grad_TGRw, len(keys) - 1)
             scaled = [rows * ctx.scaling for rows in (query, key, *own_keys)]
         grads = [rows.to(query_TGRd.dtype) for rows in (*scaled, value, *own_values)]
         return grads[0], None, None, *grads[1:]
@@ -102,47 +107,54 @@ class _Document:
     query_GNd: Tensor
     key_GMd: Tensor  # S rows of zeros, then step 0's
     value_GMw: Tensor  # likewise
-    own_GNS: Tensor  # scaled scores of the own keys
+    own_GNS: Tensor  # scaled scores of the own keys, less the anchor; -inf in spare columns
+    anchor_GN1: Tensor
     scaling: float
 
     @property
     def own(self) -> int:
         return self.own_GNS.shape[-1]
 
+    @property
+    def rows(self) -> int:
+        return self.key_GMd.shape[1] - self.own
+
     def tiles(self) -> Iterator[_Tile]:
         """Every query once, in order of its key/value head and row."""
-        groups, rows = self.key_GMd.shape[0], self.key_GMd.shape[1] - self.own
-        shared = self.query_GNd.shape[1] // rows
-        width = shared * self.key_GMd.shape[1]  # scores of one row of one key/value head
+        groups, columns = self.key_GMd.shape[:2]
+        shared = self.query_GNd.shape[1] // self.rows
+        width = shared * columns  # scores of one row of one key/value head
         tall = max(1, min(TILE_ROWS, TILE_SCORES // width))
         deep = max(1, TILE_SCORES // (width * tall))
+        grain = TILE_ROWS * -(-self.rows // (TILE_ROWS * TILE_WIDTHS))
         for group in range(0, groups, deep):
-            for first in range(0, rows, tall):
-                last = min(first + tall, rows)
-                yield _Tile(slice(group, group + deep), first, last, shared, self.own)
+            for first in range(0, self.rows, tall):
+                last = min(first + tall, self.rows)
+                seen = min(-(-last // grain) * grain, self.rows)
+                yield _Tile(slice(group, group + deep), first, last, shared, self.own + seen)
 
     def weights(self, tile: _Tile) -> Tensor:
         """Softmax weights of a tile: [heads, queries, columns]."""
         query, key = self.query_GNd[tile.queries], self.key_GMd[tile.columns]
-        ignored = query.new_zeros(())
-        score = torch.baddbmm(ignored, query, key.transpose(1, 2), beta=0, alpha=self.scaling)
+        score = torch.baddbmm(
+            self.anchor_GN1[tile.queries], query, key.transpose(1, 2), beta=-1, alpha=self.scaling
+        )
         score[..., : self.own] = self.own_GNS[tile.queries]
         rows = tile.last - tile.first
-        future = torch.ones(rows, rows, dtype=torch.bool, device=score.device).triu(1)
-        square = score.unflatten(1, (rows, -1))[..., -rows:]  # the tile's rows against themselves
-        square.masked_fill_(future.unsqueeze(1), float("-inf"))
+        after = score.unflatten(1, (rows, -1))[..., self.own + tile.first :]
+        after += score.new_full((rows, after.shape[-1]), float("-inf")).triu(1).unsqueeze(1)
         return score.softmax(-1)
 
 
 @dataclass(frozen=True)
 class _Tile:
-    """Rows first..last of some key/value heads, against all columns that any of them sees."""
+    """Rows first..last of some key/value heads, against all columns that any of them sees, or a few more."""
 
     heads: slice
     first: int
     last: int
     shared: int  # R
-    own: int  # S
+    width: int  # columns
 
     @property
     def queries(self) -> tuple[slice, slice]:
@@ -150,7 +162,7 @@ class _Tile:
 
     @property
     def columns(self) -> tuple[slice, slice]:
-        return self.heads, slice(0, self.own + self.last)
+        return self.heads, slice(self.width)
 
 
 def _attend(document: _Document) -> tuple[Tensor, Tensor]:
@@ -176,14 +188,13 @@ def _attend_backward(
     """
     query, key, value = document.query_GNd, document.key_GMd, document.value_GMw
     query_grad = torch.empty_like(query)
-    exact = torch.promote_types(query.dtype, torch.float32)
-    key_grad, value_grad = (torch.zeros_like(rows, dtype=exact) for rows in (key, value))
+    key_grad, value_grad = (torch.zeros_like(rows, dtype=_exact(rows)) for rows in (key, value))
     weight_GNS, score_GNS = (torch.empty_like(document.own_GNS) for _ in range(2))
     for tile in document.tiles():
         weight, grad = document.weights(tile), grad_GNw[tile.queries]
         _accumulate(value_grad[tile.columns], weight, grad)
         weight_grad = grad @ value[tile.columns].transpose(1, 2)
-        weight_grad[..., : document.own] = own_grad_GNS[tile.queries]
+        weight_grad[..., : own_grad_GNS.shape[-1]] = own_grad_GNS[tile.queries]
         score_grad = torch._softmax_backward_data(weight_grad, weight, -1, weight.dtype)
         query_grad[tile.queries] = score_grad @ key[tile.columns]
         _accumulate(key_grad[tile.columns], score_grad, query[tile.queries])
@@ -206,21 +217,28 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left.transpose(1, 2) @ right
 
 
-def _document(
+def _documents(
     query_TGRd: Tensor,
-    key_TGd: Tensor,
+    keys_TGd: Sequence[Tensor],
     value_TGw: Tensor,
-    own_TGRS: Tensor,
-    span: Span,
+    spans: Sequence[Span],
     scaling: float,
-) -> _Document:
-    own = own_TGRS.shape[-1]
-    key, value = (
-        torch.nn.functional.pad(rows[slice(*span)].transpose(0, 1), (0, 0, own, 0))
-        for rows in (key_TGd, value_TGw)
-    )
-    own_GNS = _by_group(own_TGRS, span).to(query_TGRd.dtype)
-    return _Document(_by_group(query_TGRd, span), key, value, own_GNS, scaling)
+) -> Iterator[_Document]:
+    dots_TGRS = _dots(query_TGRd, keys_TGd) * scaling  # a row's own key of step 0 first
+    spare = -(len(keys_TGd) - 1) % OWN_COLUMNS
+    for span in spans:
+        query_GNd, dots_GNS = _by_group(query_TGRd, span), _by_group(dots_TGRS, span)
+        key_GMd, value_GMw = (
+            pad(rows[slice(*span)].transpose(0, 1), (0, 0, len(keys_TGd) - 1 + spare, 0))
+            for rows in (keys_TGd[0], value_TGw)
+        )
+        # Attention is drawn to the document's first row or stays near: their scores are close to the maximum.
+        first_Gd1 = keys_TGd[0][span[0]].unsqueeze(-1)
+        anchor_GN1 = (query_GNd @ first_Gd1 * scaling).maximum(dots_GNS.amax(-1, keepdim=True))
+        anchor_GN1 = anchor_GN1.to(query_GNd.dtype)
+        own_GNS = (dots_GNS[..., 1:] - anchor_GN1).to(query_GNd.dtype)
+        own_GNS = pad(own_GNS, (0, spare), value=float("-inf"))
+        yield _Document(query_GNd, key_GMd, value_GMw, own_GNS, anchor_GN1, scaling)
 
 
 def _by_group(rows_TGRx: Tensor, span: Span) -> Tensor:
@@ -230,32 +248,35 @@ def _by_group(rows_TGRx: Tensor, span: Span) -> Tensor:
 
 def _by_row(rows_GNx: Tensor, document: _Document) -> Tensor:
     """[G, L R, x] -> [L, G, R, x]."""
-    rows = document.key_GMd.shape[1] - document.own
-    return rows_GNx.unflatten(1, (rows, -1)).transpose(0, 1)
+    return rows_GNx.unflatten(1, (document.rows, -1)).transpose(0, 1)
 
 
 def _dots(rows_TGRx: Tensor, own_TGx: Sequence[Tensor]) -> Tensor:
-    """Each row with its own key or value of every later step: [T, G, R, S], summed in float32 at least."""
-    exact = torch.promote_types(rows_TGRx.dtype, torch.float32)
-    dots = rows_TGRx.new_empty(*rows_TGRx.shape[:3], len(own_TGx), dtype=exact)
+    """Each row with its own key or value of each step: [T, G, R, steps], in float32 at least."""
+    rows = rows_TGRx.to(_exact(rows_TGRx))
+    dots = rows.new_empty(*rows.shape[:3], len(own_TGx))
     for step, own in enumerate(own_TGx):
-        torch.sum(rows_TGRx * own.unsqueeze(2), -1, dtype=exact, out=dots[..., step])
+        dots[..., step] = (rows * own.unsqueeze(2).to(rows.dtype)).sum(-1)
     return dots
 
 
 def _plus_own(rows_TGRx: Tensor, weight_TGRS: Tensor, own_TGx: Sequence[Tensor]) -> Tensor:
-    """rows + sum over later steps of weight x own key or value."""
-    if not own_TGx:
-        return rows_TGRx
-    total = rows_TGRx.to(torch.promote_types(rows_TGRx.dtype, torch.float32))
+    """rows + sum over later steps of weight x own key or value, in float32 at least."""
+    exact = _exact(rows_TGRx)
+    total, weight = rows_TGRx.to(exact), weight_TGRS.to(exact)
     for step, own in enumerate(own_TGx):
-        total = total + weight_TGRS[..., step, None] * own.unsqueeze(2)
+        total = torch.addcmul(total, weight[..., step, None], own.unsqueeze(2).to(exact))
     return total
 
 
-def _own_gradients(weight_TGRS: Tensor, rows_TGRx: Tensor) -> list[Tensor]:
+def _exact(rows: Tensor) -> torch.dtype:
+    return torch.promote_types(rows.dtype, torch.float32)
+
+
+def _own_gradients(weight_TGRS: Tensor, rows_TGRx: Tensor, steps: int) -> list[Tensor]:
     """Of every later step's own keys or values [T, G, x]: the sum over query heads of weight x row."""
-    return [torch.einsum("tgr,tgrx->tgx", weight, rows_TGRx) for weight in weight_TGRS.unbind(-1)]
+    weights = weight_TGRS.unbind(-1)[:steps]
+    return [torch.einsum("tgr,tgrx->tgx", weight, rows_TGRx) for weight in weights]
 
 
 def _halves(cached: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
