@@ -32,6 +32,7 @@ from mtp_train.regenerate.journal import Journal
 from mtp_train.regenerate.stage import RegenerateConfig, regenerate
 from mtp_train.store import manifest, places
 from mtp_train.store.shards import FeatureStore
+from mtp_train.text.template import ChatTemplate
 from mtp_train.train import loop
 from mtp_train.train.loop import TrainConfig, train
 
@@ -168,7 +169,7 @@ def regenerate_slowly(config: RegenerateConfig, out: Path, fate: str = "") -> No
     if fate == "before the journal goes":
         Journal.close = dies_at(1, Journal.close)  # type: ignore[method-assign]
     engine = Engine(target, None, ANSWERING)
-    regenerate(engine, make_tokenizer(), frozenset({2}), config, "train", out)
+    regenerate(engine, ChatTemplate(make_tokenizer()), frozenset({2}), config, "train", out)
 
 
 def half_line(journal: Journal, row: dict[str, Any]) -> None:

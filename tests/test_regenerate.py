@@ -62,7 +62,9 @@ def chats(folder: Path, **changes: Any) -> RegenerateConfig:
 def answer(
     config: RegenerateConfig, out: Path, target: Target, engine: EngineConfig = ANSWERING
 ) -> Outcome:
-    return regenerate(Engine(target, None, engine), TOKENIZER, STOP, config, "train", out)
+    return regenerate(
+        Engine(target, None, engine), ChatTemplate(TOKENIZER), STOP, config, "train", out
+    )
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +132,7 @@ def test_samples_differ_by_seed_and_by_key(lively: Target, tmp_path: Path) -> No
         config = RegenerateConfig(source, {}, max_new_tokens=9, temperature=1.0, seed=seed)
         out = tmp_path / f"{seed}.jsonl"
         served = Engine(lively, None, ANSWERING)
-        regenerate(served, TOKENIZER, frozenset(), config, "train", out)
+        regenerate(served, ChatTemplate(TOKENIZER), frozenset(), config, "train", out)
         found += [tuple(row["output_ids"]) for row in read(out)]
     assert len(set(found)) == 8
     assert len({request_seed(0, "a"), request_seed(1, "a"), request_seed(0, "a#1")}) == 3
@@ -260,7 +262,7 @@ def test_every_row_is_used_repaired_or_refused(
     out = tmp_path / "train.jsonl"
     tokenizer = load_tokenizer(smollm2_path)
     stop = stop_tokens(tokenizer, smollm2_path)
-    outcome = regenerate(engine, tokenizer, stop, config, "train", out)
+    outcome = regenerate(engine, ChatTemplate(tokenizer), stop, config, "train", out)
     accounting, counts = outcome.accounting, outcome.as_dict()
     assert (accounting.used, sum(accounting.repaired.values())) == (1, 1)
     assert sum(accounting.refused.values()) == 3 and accounting.total == 5
@@ -290,7 +292,7 @@ def test_a_turn_that_fails_ends_its_conversation(lively: Target, tmp_path: Path)
     config = RegenerateConfig({"train": write(tmp_path / "p", rows)}, {}, max_new_tokens=9)
     out = tmp_path / "out.jsonl"
     served = Engine(lively, None, ANSWERING)
-    outcome = regenerate(served, tokenizer, STOP, config, "train", out)
+    outcome = regenerate(served, ChatTemplate(tokenizer), STOP, config, "train", out)
     assert [row["id"] for row in read(out)] == ["fits", "fits#1", "grows", "grows#1", "template"]
     full = f"the prompt leaves no room below {lively.max_positions} positions"
     ended = "ended early, the turns before are kept: "
@@ -303,7 +305,7 @@ def test_a_turn_that_fails_ends_its_conversation(lively: Target, tmp_path: Path)
     assert (counts["input"], counts["success"], counts["skipped"]) == (4, 3, 1)
     assert sum(outcome.answers.values()) == 5
     before = out.read_bytes()
-    assert regenerate(served, tokenizer, STOP, config, "train", out) == outcome
+    assert regenerate(served, ChatTemplate(tokenizer), STOP, config, "train", out) == outcome
     assert out.read_bytes() == before, "the same again from the finished file"
 
 

@@ -19,6 +19,7 @@ from mtp_train.engine.sequences import Completion, Request
 from mtp_train.regenerate import server as serving
 from mtp_train.regenerate.server import Server
 from mtp_train.regenerate.stage import RegenerateConfig, regenerate
+from mtp_train.text.template import ChatTemplate
 
 TOKENIZER = make_tokenizer()
 STOP = frozenset({2})
@@ -83,8 +84,8 @@ def test_a_server_gives_the_engines_answers(
 ) -> None:
     config = prompts(tmp_path)
     ours, theirs = tmp_path / "ours.jsonl", tmp_path / "theirs.jsonl"
-    want = regenerate(engine, TOKENIZER, STOP, config, "train", ours)
-    got = regenerate(connected(stub), TOKENIZER, STOP, config, "train", theirs)
+    want = regenerate(engine, ChatTemplate(TOKENIZER), STOP, config, "train", ours)
+    got = regenerate(connected(stub), ChatTemplate(TOKENIZER), STOP, config, "train", theirs)
     assert theirs.read_bytes() == ours.read_bytes()
     assert got == want
     assert {row["finish"] for row in read(ours)} == {"stop", "length"}
@@ -96,11 +97,15 @@ def test_sampling_is_asked_for_in_full_and_a_seed_per_answer(
 ) -> None:
     """A server's own defaults, from the model's generation config, must not take part."""
     config = prompts(tmp_path)
-    regenerate(connected(stub), TOKENIZER, STOP, config, "train", tmp_path / "greedy.jsonl")
+    regenerate(
+        connected(stub), ChatTemplate(TOKENIZER), STOP, config, "train", tmp_path / "greedy.jsonl"
+    )
     assert all(body["temperature"] == 0 and "seed" not in body for body in stub.bodies)
     stub.bodies.clear()
     config = RegenerateConfig(config.prompts, {}, max_new_tokens=8, temperature=0.7)
-    regenerate(connected(stub), TOKENIZER, STOP, config, "train", tmp_path / "sampled.jsonl")
+    regenerate(
+        connected(stub), ChatTemplate(TOKENIZER), STOP, config, "train", tmp_path / "sampled.jsonl"
+    )
     assert len({body["seed"] for body in stub.bodies}) == len(stub.bodies) == 9
     for body in stub.bodies:
         assert body["temperature"] == 0.7 and body["model"] == "toy"
@@ -116,10 +121,10 @@ def test_a_fault_that_passes_leaves_no_trace(
 ) -> None:
     config = prompts(tmp_path)
     ours, theirs = tmp_path / "ours.jsonl", tmp_path / "theirs.jsonl"
-    regenerate(engine, TOKENIZER, STOP, config, "train", ours)
+    regenerate(engine, ChatTemplate(TOKENIZER), STOP, config, "train", ours)
     server = connected(stub, timeout=3.0 if fault == "hang" else 30.0)
     stub.fault = lambda prompt, before: fault if asks(prompt, TEXTS[1]) and not before else ""
-    outcome = regenerate(server, TOKENIZER, STOP, config, "train", theirs)
+    outcome = regenerate(server, ChatTemplate(TOKENIZER), STOP, config, "train", theirs)
     assert theirs.read_bytes() == ours.read_bytes()
     assert not outcome.errors
     assert len(stub.bodies) == 10
@@ -148,7 +153,7 @@ def test_a_fault_that_stays_costs_its_prompt_alone(
     stub.fault = lambda prompt, before: fault if asks(prompt, TEXTS[1]) else ""
     out = tmp_path / "out.jsonl"
     # without stop tokens no answer ends with one
-    outcome = regenerate(server, TOKENIZER, frozenset(), config, "train", out)
+    outcome = regenerate(server, ChatTemplate(TOKENIZER), frozenset(), config, "train", out)
     counts = outcome.as_dict()
     assert (counts["input"], counts["success"], counts["skipped"], counts["error"]) == (6, 5, 0, 1)
     (said,) = outcome.errors
@@ -161,7 +166,7 @@ def test_a_later_turn_that_fails_leaves_the_first(stub: StubServer, tmp_path: Pa
     server = connected(stub, retries=0)
     stub.fault = lambda prompt, _: "500" if asks(prompt, "and then?") else ""
     out = tmp_path / "out.jsonl"
-    outcome = regenerate(server, TOKENIZER, STOP, config, "train", out)
+    outcome = regenerate(server, ChatTemplate(TOKENIZER), STOP, config, "train", out)
     assert ids(read(out)) == ["p0", "p1", "p2", "p3", "p4", "p5"]
     assert outcome.accounting.used == 3 and not outcome.errors
     assert outcome.accounting.repaired == {
@@ -176,7 +181,7 @@ def test_refusals_are_skipped_under_one_reason(stub: StubServer, tmp_path: Path)
     server = connected(stub)
     stub.fault = lambda prompt, _: "400" if asks(prompt, TEXTS[0]) or asks(prompt, TEXTS[2]) else ""
     out = tmp_path / "out.jsonl"
-    outcome = regenerate(server, TOKENIZER, frozenset(), config, "train", out)
+    outcome = regenerate(server, ChatTemplate(TOKENIZER), frozenset(), config, "train", out)
     counts = outcome.as_dict()
     assert counts["input"] == 6 and counts["error"] == 0
     assert outcome.accounting.refused["the server refuses it: HTTP 400 prompt of N tokens, no"] == 2
@@ -189,7 +194,7 @@ def test_a_server_that_went_away_stops_the_run_and_the_answers_stay(
 ) -> None:
     config = prompts(tmp_path)
     ours, out = tmp_path / "ours.jsonl", tmp_path / "out.jsonl"
-    regenerate(engine, TOKENIZER, STOP, config, "train", ours)
+    regenerate(engine, ChatTemplate(TOKENIZER), STOP, config, "train", ours)
     server = connected(stub, concurrency=1, retries=1)
     real = stub.answer
 
@@ -201,11 +206,11 @@ def test_a_server_that_went_away_stops_the_run_and_the_answers_stay(
 
     stub.answer = answer_and_leave  # type: ignore[method-assign]
     with pytest.raises(UserError, match=r"must answer.*answers so far are kept"):
-        regenerate(server, TOKENIZER, STOP, config, "train", out)
+        regenerate(server, ChatTemplate(TOKENIZER), STOP, config, "train", out)
     assert len(read(out.with_suffix(".journal"))) == 5
     again = StubServer(engine, TOKENIZER)
     try:
-        regenerate(connected(again), TOKENIZER, STOP, config, "train", out)
+        regenerate(connected(again), ChatTemplate(TOKENIZER), STOP, config, "train", out)
         assert len(again.bodies) == 4
     finally:
         again.close()
@@ -220,7 +225,7 @@ def test_a_server_that_fails_every_request_stops_the_run(
     server = connected(stub, retries=0, concurrency=1)
     stub.fault = lambda *_: "502"
     with pytest.raises(UserError, match="4 failures one after the other"):
-        regenerate(server, TOKENIZER, STOP, config, "train", tmp_path / "out.jsonl")
+        regenerate(server, ChatTemplate(TOKENIZER), STOP, config, "train", tmp_path / "out.jsonl")
     assert len(stub.bodies) == 4
 
 

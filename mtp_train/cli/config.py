@@ -20,7 +20,13 @@ from omegaconf.errors import OmegaConfBaseException
 from mtp_train.core.errors import UserError
 
 T = TypeVar("T")
-FREE = ("regenerate.prompts", "regenerate.limits", "data.sets", "precompute.vllm.engine")
+FREE = (
+    "regenerate.prompts",
+    "regenerate.limits",
+    "data.sets",
+    "precompute.vllm.engine",
+    "target.chat_template_kwargs",
+)
 PACKAGE = Path(__file__).resolve().parents[1]
 
 

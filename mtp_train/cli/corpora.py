@@ -12,7 +12,6 @@ from mtp_train.core.provenance import digest
 from mtp_train.precompute.corpus import make_corpus
 from mtp_train.store.corpus import Corpus
 from mtp_train.text.sources import DataConfig, sources_digest
-from mtp_train.text.template import ChatTemplate
 
 SETS = ("train", "heldout")
 
@@ -50,8 +49,8 @@ def corpora(job: Job) -> dict[str, Corpus]:
             name,
             answered,
             data,
-            ChatTemplate(job.tokenizer),
-            digest(job.target_inputs["texts"]),
+            job.template,
+            digest([job.target_inputs["texts"], job.template.options]),
             job.vocabulary,
         )
     return found

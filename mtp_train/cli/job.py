@@ -33,6 +33,7 @@ from mtp_train.precompute.estimate import PlanConfig
 from mtp_train.precompute.stage import PrecomputeConfig
 from mtp_train.regenerate.stage import RegenerateConfig
 from mtp_train.text.sources import DataConfig
+from mtp_train.text.template import ChatTemplate
 from mtp_train.train.loop import TrainConfig
 
 PRECISIONS = {"bfloat16": "bf16", "float32": "no"}  # ours -> accelerate's
@@ -41,12 +42,18 @@ TRACKERS = ("tensorboard", "wandb")
 
 @dataclass(frozen=True)
 class TargetConfig:
-    """The target and where it runs."""
+    """The target and where it runs.
+
+    Attributes:
+        chat_template_kwargs: what serving passes to the chat template beside the messages, such as
+            {enable_thinking: false}.
+    """
 
     path: str
     dtype: str = "bfloat16"
     device: str = "auto"
     trust_remote_code: bool = False
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require_dtype(self.dtype)
@@ -153,12 +160,18 @@ class Job:
             "hash": target_hash(folder),
             "texts": [folder_digest(folder, pattern) for pattern in ("*.json", "*.jinja")],
             "dtype": values.dtype,
+            "chat_template_kwargs": values.chat_template_kwargs,
         }
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         values = self.target_config
         return load_tokenizer(values.path, trust_remote_code=values.trust_remote_code)
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The target's chat template, as serving uses it."""
+        return ChatTemplate(self.tokenizer, self.target_config.chat_template_kwargs)
 
     @property
     def vocabulary(self) -> int:

@@ -16,7 +16,6 @@ from mtp_train.regenerate.prompts import question, read_plans
 from mtp_train.regenerate.server import Server
 from mtp_train.regenerate.stage import Answerer, Outcome, RegenerateConfig, regenerate
 from mtp_train.text.sources import asked, read_sources, sources_digest
-from mtp_train.text.template import ChatTemplate
 
 SETS = ("train", "heldout", "ood")
 # Prompts count by their content. A server that was started again elsewhere goes on with the same answers.
@@ -48,7 +47,7 @@ def stage(job: Job) -> None:
 def asked_tokens(job: Job) -> dict[str, tuple[int, int]]:
     """Answers to be written per set, and the most tokens that prompts and answers can have."""
     config: RegenerateConfig = job.section("regenerate", RegenerateConfig)
-    template = ChatTemplate(job.tokenizer)
+    template = job.template
     found = {}
     for name, value in config.prompts.items():
         plans = read_plans(read_sources(value), config.limits.get(name, 0), name, Accounting())
@@ -67,7 +66,7 @@ def _work(job: Job, config: RegenerateConfig) -> Any:
     counts: dict[str, Any] = {}
     for name in config.prompts:
         out = job.folder.answers(name)
-        outcome = regenerate(answerer, job.tokenizer, job.stop, config, name, out)
+        outcome = regenerate(answerer, job.template, job.stop, config, name, out)
         counts[name] = outcome.as_dict()
         _tell(name, outcome)
     write_json(job.folder.stage("regenerate") / "accounting.json", counts)

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from transformers import PreTrainedTokenizerBase
-
 from mtp_train.core.errors import UserError
 from mtp_train.core.progress import progress, say
 from mtp_train.core.provenance import atomic_path
@@ -114,7 +112,7 @@ class Outcome:
 
 def regenerate(
     answerer: Answerer,
-    tokenizer: PreTrainedTokenizerBase,
+    template: ChatTemplate,
     stop: frozenset[int],
     config: RegenerateConfig,
     name: str,
@@ -125,7 +123,7 @@ def regenerate(
     Args:
         stop: tokens that end an answer.
     """
-    outcome, template = Outcome(), ChatTemplate(tokenizer)
+    outcome = Outcome()
     limit_name = f"regenerate.limits.{name}"
     plans = read_plans(
         read_sources(config.prompts[name]),
