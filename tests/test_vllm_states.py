@@ -17,7 +17,7 @@ from mtp_train.core.records import Accounting
 from mtp_train.models.readout import Readout
 from mtp_train.models.target import Target
 from mtp_train.precompute import vllm_states
-from mtp_train.precompute.gate import GateResult
+from mtp_train.precompute.gate import GateResult, Sample
 from mtp_train.precompute.sources import EngineStates, VllmConfig
 from mtp_train.precompute.stage import PrecomputeConfig, precompute
 from mtp_train.precompute.vllm_states import VllmStates
@@ -97,8 +97,8 @@ def test_the_gate_takes_vllms_states_and_refuses_wrong_ones(
     assert store.manifest.gate["rows"] > 0
     captured = store[3].states
     tokens = CHATS[3].tokens
-    served.check("right", tokens, captured, GateResult())
+    served.check([Sample("right", tokens, captured)], GateResult())
     with pytest.raises(UserError, match="must be vLLM's own token"):
-        served.check("wrong", tokens, {"post_norm": captured["pre_norm"]}, GateResult())
+        served.check([Sample("wrong", tokens, {"post_norm": captured["pre_norm"]})], GateResult())
     with pytest.raises(UserError, match="layer_2 states must be the engine's own"):
-        served.check("wrong", tokens, {"layer_2": captured["pre_norm"]}, GateResult())
+        served.check([Sample("wrong", tokens, {"layer_2": captured["pre_norm"]})], GateResult())

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -37,6 +37,15 @@ CODEC_ERROR = {
     "lossless": 0.0,
     "fp8": 0.06,
 }  # of a row, relative; e4m3 rounds by 2^-4 at most
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sequence, or its beginning, that the gate looks at."""
+
+    key: str
+    tokens: Sequence[int]  # [L]
+    captured: dict[str, Tensor]  # [L, D] by state
 
 
 @dataclass
@@ -78,49 +87,73 @@ def check_stored(
             )
 
 
-def check_choices(
-    target: Target, key: str, token_L: Tensor, captured: dict[str, Tensor], result: GateResult
-) -> None:
-    """Rules 1 and 2 for one sequence; adds to `result`."""
-    engine = paged_states(target, token_L, tuple(captured))
-    rows = len(next(iter(engine.values())))
-    first = len(token_L) - rows
-    for name, own_RD in engine.items():
-        captured_RD = captured[name][first:].to(own_RD.device)
-        if name == POST_NORM:
-            result.ties += _compare_choices(target, key, first, captured_RD, own_RD)
-        else:
-            compare_states(name, key, captured_RD, own_RD)
-    result.sequences += 1
-    result.rows += rows
+def check_choices(target: Target, samples: Sequence[Sample], result: GateResult) -> None:
+    """Rules 1 and 2 for a few sequences, in one batch; adds to `result`."""
+    states = tuple(samples[0].captured)
+    texts = [torch.tensor(sample.tokens, device=target.device) for sample in samples]
+    for sample, engine in zip(samples, paged_states(target, texts, states), strict=True):
+        rows = len(engine[states[0]])
+        first = len(sample.tokens) - rows
+        for name, own_RD in engine.items():
+            captured_RD = sample.captured[name][first:].to(own_RD.device)
+            if name == POST_NORM:
+                result.ties += _compare_choices(target, sample.key, first, captured_RD, own_RD)
+            else:
+                compare_states(name, sample.key, captured_RD, own_RD)
+        result.sequences += 1
+        result.rows += rows
 
 
-def paged_states(target: Target, token_L: Tensor, states: Sequence[str]) -> dict[str, Tensor]:
-    """States of a sequence's later part, computed as the engine does: piece by piece over a cache of what came before.
+def paged_states(
+    target: Target, texts: Sequence[Tensor], states: Sequence[str]
+) -> list[dict[str, Tensor]]:
+    """States of each text's later part, computed as the engine does: piece by piece over a cache of what came before.
 
-    The first piece (half of a short sequence) only fills the cache; the rows of the others are returned.
+    A text's first piece (half of a short one) only fills the cache; the rows of the others are returned.
     """
-    rows = len(token_L)
-    first = min(max(rows // 2, 1), PIECE)
-    pages = [list(range(-(-rows // PAGE)))]
+    edges = [_edges(len(token_L)) for token_L in texts]
+    pages = _pages([len(token_L) for token_L in texts])
     cache = PagedKV(
         target.layers,
-        len(pages[0]),
+        pages[-1][-1] + 1,
         PAGE,
         target.kv_heads,
         target.head_width,
         dtype=target.dtype,
         device=target.device,
     )
-    edges = [0, *range(first, rows, PIECE), rows]
-    found = []
-    for start, end in pairwise(edges):
-        plan = plan_batch(pages, [start], [end - start], PAGE, target.device)
-        found.append(
-            target.capture(token_L[start:end], plan.positions, PagedContext(cache, plan), states)
+    found: list[list[dict[str, Tensor]]] = [[] for _ in texts]
+    for turn in range(max(map(len, edges)) - 1):
+        here = [index for index, edge in enumerate(edges) if turn + 1 < len(edge)]
+        starts = [edges[index][turn] for index in here]
+        rows = [edges[index][turn + 1] - start for index, start in zip(here, starts, strict=True)]
+        plan = plan_batch([pages[index] for index in here], starts, rows, PAGE, target.device)
+        token_T = torch.cat(
+            [
+                texts[i][start : start + count]
+                for i, start, count in zip(here, starts, rows, strict=True)
+            ]
         )
-    kept = found[1:] or found  # a sequence of one row is all it has
-    return {name: torch.cat([piece[name] for piece in kept]) for name in states}
+        piece = target.capture(token_T, plan.positions, PagedContext.of(cache, plan), states)
+        split = {name: state_TD.split(rows) for name, state_TD in piece.items()}
+        for place, index in enumerate(here):
+            found[index].append({name: parts[place] for name, parts in split.items()})
+    return [_joined(pieces[1:] or pieces, states) for pieces in found]
+
+
+def _edges(rows: int) -> list[int]:
+    return [0, *range(min(max(rows // 2, 1), PIECE), rows, PIECE), rows]
+
+
+def _pages(lengths: Sequence[int]) -> list[list[int]]:
+    """Pages of their own for each text, one after the other."""
+    ends = [0, *accumulate(-(-length // PAGE) for length in lengths)]
+    return [list(range(start, end)) for start, end in pairwise(ends)]
+
+
+def _joined(pieces: Sequence[dict[str, Tensor]], states: Sequence[str]) -> dict[str, Tensor]:
+    """A text of one row has one piece, which is all there is to compare."""
+    return {name: torch.cat([piece[name] for piece in pieces]) for name in states}
 
 
 def _compare_choices(

@@ -16,7 +16,7 @@ from torch import Tensor
 from mtp_train.attention.packed import PackedContext
 from mtp_train.core.records import TokenizedConversation
 from mtp_train.models.target import Target, eagle3_states, layer_of
-from mtp_train.precompute.gate import GateResult, check_choices
+from mtp_train.precompute.gate import GateResult, Sample, check_choices
 
 EAGLE3 = "eagle3"  # stands for three auxiliary layers
 
@@ -48,10 +48,8 @@ class StateSource(Protocol):
         """Each state's rows of the sequences, end to end [T, D], on the CPU."""
         ...
 
-    def check(
-        self, key: str, tokens: Sequence[int], captured: dict[str, Tensor], result: GateResult
-    ) -> None:
-        """Hold captured states [L, D] of a sequence against the implementation's own choices."""
+    def check(self, samples: Sequence[Sample], result: GateResult) -> None:
+        """Hold captured states against the implementation's own choices."""
         ...
 
 
@@ -79,11 +77,8 @@ class EngineStates:
         found = self.target.capture(tokens, positions, PackedContext(offsets), self.states)
         return {name: state.cpu() for name, state in found.items()}
 
-    def check(
-        self, key: str, tokens: Sequence[int], captured: dict[str, Tensor], result: GateResult
-    ) -> None:
-        token_L = torch.tensor(tokens, device=self.target.device)
-        check_choices(self.target, key, token_L, captured, result)
+    def check(self, samples: Sequence[Sample], result: GateResult) -> None:
+        check_choices(self.target, samples, result)
 
 
 def expand_states(states: Sequence[str], layers: int) -> tuple[str, ...]:

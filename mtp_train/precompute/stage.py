@@ -28,7 +28,7 @@ from mtp_train.core.errors import UserError
 from mtp_train.core.progress import progress, say
 from mtp_train.core.records import TokenizedConversation
 from mtp_train.engine.clock import Clock
-from mtp_train.precompute.gate import GateResult, check_rows, check_stored
+from mtp_train.precompute.gate import GateResult, Sample, check_rows, check_stored
 from mtp_train.precompute.sources import StateSource, VllmConfig
 from mtp_train.store.codecs import find_codec
 from mtp_train.store.corpus import lengths_of, sequences_digest
@@ -39,7 +39,7 @@ from mtp_train.store.shards import encode_shard, finish_store, open_shard, write
 
 NOTE = "contract.json"
 SPEED = "speed.json"  # what the last run measured, for plans
-GATE_ROWS = 128  # of a sequence that the gate looks at; whole sequences in every WHOLE-th shard
+GATE_ROWS = 64  # of a sequence that the gate looks at; whole sequences in every WHOLE-th shard
 WHOLE = 16
 WHOLE_ROWS = 4096  # of a longer one, its beginning
 
@@ -196,17 +196,15 @@ class _Worker:
         entry = made.entry.result() if made.entry else None
         result = GateResult()
         with self.clock("gate"):
+            samples = []
             for member, rows in _sample(made, self.config.gate_sequences):
-                chat, start = made.chats[member], made.offsets[member]
-                captured = {
-                    name: state[start : start + len(chat.tokens)]
-                    for name, state in made.states.items()
-                }
+                chat, captured = made.chats[member], made.states_of(member)
                 if entry:
                     shard = open_shard(join(self.place.address, entry.file))
                     check_stored(chat.key, captured, shard[member].states, self.config.codec)
-                head = {name: state[:rows] for name, state in captured.items()}
-                self.source.check(chat.key, chat.tokens[:rows], head, result)
+                head = {name: state_LD[:rows] for name, state_LD in captured.items()}
+                samples.append(Sample(chat.key, chat.tokens[:rows], head))
+            self.source.check(samples, result)
         if entry:
             note = {"entry": asdict(entry), "gate": asdict(result)}
             self.place.write(_note(made.index), json.dumps(note, indent=2).encode())
@@ -224,6 +222,11 @@ class _Made:
     @property
     def offsets(self) -> list[int]:
         return [0, *accumulate(len(chat.tokens) for chat in self.chats)]
+
+    def states_of(self, member: int) -> dict[str, Tensor]:
+        """One sequence's rows [L, D] of each state."""
+        rows = slice(*self.offsets[member : member + 2])
+        return {name: state_TD[rows] for name, state_TD in self.states.items()}
 
 
 def _sample(made: _Made, count: int) -> list[tuple[int, int]]:

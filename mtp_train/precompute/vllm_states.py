@@ -23,7 +23,7 @@ from mtp_train.core.errors import UserError
 from mtp_train.core.records import TokenizedConversation
 from mtp_train.models.readout import Readout
 from mtp_train.models.target import POST_NORM, layer_of
-from mtp_train.precompute.gate import PIECE, GateResult, compare_logits, compare_states
+from mtp_train.precompute.gate import PIECE, GateResult, Sample, compare_logits, compare_states
 from mtp_train.precompute.sources import VllmConfig, expand_states
 
 PROGRAM = Path(__file__).parent / "vllm_side" / "mtp_train_vllm_states.py"
@@ -59,18 +59,18 @@ class VllmStates:
         streams, _ = self._ask([list(sequence.tokens) for sequence in sequences])
         return {name: self._state(name, streams) for name in self.states}
 
-    def check(
-        self, key: str, tokens: Sequence[int], captured: dict[str, Tensor], result: GateResult
-    ) -> None:
-        """vLLM reads the sequence again, alone; its greedy tokens must be those of the captured states."""
-        streams, choices = self._ask([list(tokens)])
-        last = self.readout.normed(streams[self.readout.layers])
-        result.ties += self._compare(key, captured.get(POST_NORM, last), choices)
-        for name, state_LD in captured.items():
-            if name != POST_NORM:
-                compare_states(name, key, state_LD, streams[self._layer(name)])
-        result.sequences += 1
-        result.rows += len(choices)
+    def check(self, samples: Sequence[Sample], result: GateResult) -> None:
+        """vLLM reads each sample again, alone; its greedy tokens must be those of the captured states."""
+        for sample in samples:
+            streams, choices = self._ask([list(sample.tokens)])
+            last = self.readout.normed(streams[self.readout.layers])
+            post_LD = sample.captured.get(POST_NORM, last)
+            result.ties += self._compare(sample.key, post_LD, choices)
+            for name, state_LD in sample.captured.items():
+                if name != POST_NORM:
+                    compare_states(name, sample.key, state_LD, streams[self._layer(name)])
+            result.sequences += 1
+            result.rows += len(choices)
 
     def close(self) -> None:
         """End vLLM."""
