@@ -39,9 +39,9 @@ from mtp_train.store.shards import encode_shard, finish_store, open_shard, write
 
 NOTE = "contract.json"
 SPEED = "speed.json"  # what the last run measured, for plans
-GATE_ROWS = 64  # of a sequence that the gate looks at; whole sequences in every WHOLE-th shard
+GATE_ROWS = 64  # of a sequence that the gate looks at; in every WHOLE-th shard one sequence up to WHOLE_ROWS
 WHOLE = 16
-WHOLE_ROWS = 4096  # of a longer one, its beginning
+WHOLE_ROWS = 4096
 
 
 @dataclass(frozen=True)
@@ -231,9 +231,12 @@ class _Made:
 
 def _sample(made: _Made, count: int) -> list[tuple[int, int]]:
     """Members of a shard that the gate looks at, and how many rows of each: the same whoever makes the shard."""
-    limit = GATE_ROWS if made.index % WHOLE else WHOLE_ROWS
-    chosen = np.random.default_rng(made.index).permutation(len(made.chats))[:count]
-    return [(int(member), min(len(made.chats[member].tokens), limit)) for member in sorted(chosen)]
+    chosen = np.random.default_rng(made.index).permutation(len(made.chats))[:count].tolist()
+    limits = [GATE_ROWS if made.index % WHOLE else WHOLE_ROWS, *[GATE_ROWS] * count]
+    return [
+        (member, min(len(made.chats[member].tokens), limit))
+        for member, limit in zip(chosen, limits, strict=False)
+    ]
 
 
 def _prepare(place: Place, contract: Contract) -> None:

@@ -23,7 +23,14 @@ from mtp_train.core.errors import UserError
 from mtp_train.core.records import TokenizedConversation
 from mtp_train.models.readout import Readout
 from mtp_train.models.target import POST_NORM, layer_of
-from mtp_train.precompute.gate import PIECE, GateResult, Sample, compare_logits, compare_states
+from mtp_train.precompute.gate import (
+    PIECE,
+    GateResult,
+    Sample,
+    choices,
+    compare_logits,
+    compare_states,
+)
 from mtp_train.precompute.sources import VllmConfig, expand_states
 
 PROGRAM = Path(__file__).parent / "vllm_side" / "mtp_train_vllm_states.py"
@@ -101,7 +108,7 @@ class VllmStates:
         for start in range(0, len(choices_L), PIECE):
             part = slice(start, start + PIECE)
             logits = self.readout.logits(post_LD[part])
-            chosen, expected = logits.argmax(-1), choices_L[part].long()
+            chosen, expected = choices(logits), choices_L[part].long()
             differ, wrong = compare_logits(logits, chosen, expected)
             if bool(wrong.any()):
                 row = int(wrong.nonzero()[0])
