@@ -42,15 +42,15 @@ def main() -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
-    cases = []
-    for dtype in DTYPES:
-        for rows in args.rows:
-            cases.append(compare(dtype, rows, args.threads))
-            print(json.dumps(cases[-1]), flush=True)
     shape = {"heads": HEADS, "kv_heads": GROUPS, "width": WIDTH, "steps": STEPS}
     machine = {"processor": platform.machine(), "threads": args.threads, "torch": torch.__version__}
+    result: dict[str, Any] = {"shape": shape, "machine": machine, "cases": []}
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({"shape": shape, "machine": machine, "cases": cases}, indent=2))
+    for dtype in DTYPES:
+        for rows in args.rows:
+            result["cases"].append(compare(dtype, rows, args.threads))
+            print(json.dumps(result["cases"][-1]), flush=True)
+            args.out.write_text(json.dumps(result, indent=2) + "\n")
     return 0
 
 
