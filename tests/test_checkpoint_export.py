@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -50,6 +50,7 @@ def card(target: Target) -> HeadCard:
         target.vocab_size,
         7,
         config={"epochs": 1},
+        head=asdict(MtpConfig(embedding_noise=1.0)),
     )
 
 

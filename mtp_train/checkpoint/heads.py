@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,23 @@ from mtp_train.core.provenance import (
     versions,
     write_json,
 )
-from mtp_train.heads.mtp import MtpHead
+from mtp_train.heads.base import DraftHead
+from mtp_train.heads.families import FAMILIES, make_head
 from mtp_train.models.target import Target
 
 TENSORS = "head.safetensors"
 CARD = "head.json"
-FAMILIES = {"mtp": MtpHead}
 
 
 @dataclass(frozen=True)
 class HeadCard:
-    """What a checkpoint says of itself."""
+    """What a checkpoint says of itself.
+
+    Attributes:
+        state: the target state that its lm_head reads.
+        config: how it was trained.
+        head: how it is made: the fields of its family's dataclass. `save_checkpoint` fills it in, and the hash.
+    """
 
     family: str
     target_hash: str
@@ -46,11 +52,12 @@ class HeadCard:
     sha256: str = ""  # of the tensor file
     config: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=versions)
+    head: dict[str, Any] = field(default_factory=dict)  # empty: the family's defaults
 
 
 def save_checkpoint(
     folder: Path,
-    head: MtpHead,
+    head: DraftHead,
     card: HeadCard,
     extra: dict[str, dict[str, Tensor]] | None = None,
     notes: dict[str, Any] | None = None,
@@ -65,7 +72,7 @@ def save_checkpoint(
     shutil.rmtree(temporary, ignore_errors=True)
     require_writable(temporary)
     tensors = {
-        name: tensor.detach().float().cpu().contiguous()
+        name: (tensor.float() if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
         for name, tensor in head.state_dict().items()
     }
     save_file(tensors, temporary / TENSORS)
@@ -75,7 +82,8 @@ def save_checkpoint(
         )
     for name, value in (notes or {}).items():
         write_json(temporary / name, value)
-    write_json(temporary / CARD, asdict(card) | {"sha256": file_digest(temporary / TENSORS)})
+    own = {"sha256": file_digest(temporary / TENSORS), "head": asdict(head.config)}
+    write_json(temporary / CARD, asdict(card) | own)
     for path in temporary.glob("*.safetensors"):
         usual_mode(path)
     shutil.rmtree(folder, ignore_errors=True)
@@ -89,14 +97,18 @@ def read_card(folder: Path) -> HeadCard:
             f"a head checkpoint must hold {CARD}", folder, "run train, or name the folder it wrote"
         )
     value = read_json(folder / CARD)
-    if not isinstance(value, dict) or set(value) != {item.name for item in fields(HeadCard)}:
+    known = {
+        item.name: item.default is item.default_factory is MISSING for item in fields(HeadCard)
+    }
+    needed = {name for name, required in known.items() if required}
+    if not isinstance(value, dict) or not needed <= set(value) <= set(known):
         raise UserError(
             "a head's card must hold its fields", folder / CARD, "use another checkpoint"
         )
     return HeadCard(**value)
 
 
-def load_head(folder: Path, target: Target) -> tuple[MtpHead, HeadCard]:
+def load_head(folder: Path, target: Target) -> tuple[DraftHead, HeadCard]:
     """Load a head for `target`, in float32; every mismatch is an error that names it."""
     card = read_card(folder)
     if card.family not in FAMILIES:
@@ -110,7 +122,7 @@ def load_head(folder: Path, target: Target) -> tuple[MtpHead, HeadCard]:
             folder / TENSORS,
             "restore the file from a backup",
         )
-    head = FAMILIES[card.family](target)
+    head = make_head(target, {"family": card.family} | card.head)
     head.load_state_dict(load_tensors(folder / TENSORS, head.state_dict()))
     return head.to(target.device), card
 

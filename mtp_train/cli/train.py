@@ -14,15 +14,14 @@ from mtp_train.cli.main import guarded
 from mtp_train.cli.run_folder import run_stage
 from mtp_train.core.dist import launched_ranks
 from mtp_train.core.provenance import file_digest
-from mtp_train.heads.mtp import MtpConfig, build
-from mtp_train.models.target import Target
+from mtp_train.heads.families import build_head
 from mtp_train.store.shards import FeatureStore
 from mtp_train.train.loop import TrainConfig, train
 
 
 def stage(job: Job) -> None:
     config: TrainConfig = job.section("train", TrainConfig)
-    head_config: MtpConfig = job.section("head", MtpConfig)
+    head_config = job.head_config
     before = job.folder.require("precompute")["outputs"]
     inputs = [
         asdict(config),
@@ -42,17 +41,19 @@ def stage(job: Job) -> None:
     )
 
 
-def _work(job: Job, config: TrainConfig, head_config: MtpConfig) -> Any:
-    features, held_out = (
-        FeatureStore(job.features(name), [Target.state], checked=True)
-        for name in ("train", "heldout")
-    )
+def _work(job: Job, config: TrainConfig, head_config: Any) -> Any:
+    counts_V = FeatureStore(job.features("train")).token_counts(trained=True)
     out = job.folder.stage("train")
     accelerator = _accelerator(job, out)
     target = job.target()
+    head = build_head(target, head_config, config.seed, counts_V)
+    states = tuple(dict.fromkeys((target.state, *head.states)))
+    features, held_out = (
+        FeatureStore(job.features(name), states, checked=True) for name in ("train", "heldout")
+    )
     train(
         target,
-        build(target, head_config, config.seed),
+        head,
         features,
         held_out,
         config,

@@ -31,7 +31,7 @@ from mtp_train.checkpoint.heads import (
 from mtp_train.core.errors import UserError
 from mtp_train.core.progress import progress, say
 from mtp_train.core.provenance import read_json
-from mtp_train.heads.mtp import MtpHead
+from mtp_train.heads.base import DraftHead
 from mtp_train.losses.terms import LossConfig, default_weights
 from mtp_train.losses.weights import denominator
 from mtp_train.models.target import Target
@@ -124,7 +124,7 @@ class Window:
 
 def train(
     target: Target,
-    head: MtpHead,
+    head: DraftHead,
     features: FeatureStore,
     held_out: FeatureStore,
     config: TrainConfig,
@@ -139,7 +139,7 @@ class _Trainer:
     def __init__(
         self,
         target: Target,
-        head: MtpHead,
+        head: DraftHead,
         features: FeatureStore,
         held_out: FeatureStore,
         config: TrainConfig,
@@ -149,7 +149,7 @@ class _Trainer:
         for store in (features, held_out):
             contract = store.manifest.contract
             contract.require(target_hash=target.hash, hidden_size=target.hidden_size)
-            contract.require_states(target.state)
+            contract.require_states(*dict.fromkeys((target.state, *head.states)))
         for name, store in (("features", features), ("held-out features", held_out)):
             if not store.manifest.loss_tokens:
                 raise UserError(
@@ -356,7 +356,7 @@ class _Trainer:
             newest = found[-1]
             card, note = read_card(newest), read_json(newest / "progress.json")
             if (
-                card.config != asdict(self.config)
+                (card.config, card.head) != (asdict(self.config), asdict(self.head.config))
                 or note["data_digest"] != self.features.manifest.contract.data_digest
                 or note["total"] != self.total
             ):

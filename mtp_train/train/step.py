@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mtp_train.attention.packed import RolloutContext
 from mtp_train.batches.align import Rollout, rollout
 from mtp_train.batches.pack import Pack
+from mtp_train.heads.base import DraftHead
 from mtp_train.losses.chunked import LossValues, label_rows
 from mtp_train.losses.terms import LossConfig, weighted_loss
 from mtp_train.losses.weights import goal_weights
@@ -41,7 +42,7 @@ class RolloutModule(nn.Module):
 
     def __init__(
         self,
-        head: nn.Module,
+        head: DraftHead,
         target: Target,
         vocabulary_U: Tensor | None = None,
         loss: LossConfig | None = None,
@@ -59,18 +60,20 @@ class RolloutModule(nn.Module):
         """Roll out over `pack`; `measure` is for validation: alpha too, always over the whole vocabulary."""
         target = self._target[0]
         aligned = rollout(pack.token_T, pack.loss_mask_T, pack.offsets, steps)
-        outs = head_states(self.head, target, pack.hidden_TD, aligned, RolloutContext(pack.offsets))
+        outs = head_states(
+            self.head, target, self.head.fuse(pack.states), aligned, RolloutContext(pack.offsets)
+        )
         student = torch.stack(
             [
-                out_TD.index_select(0, source_N)
-                for out_TD, source_N in zip(outs, aligned.source_SN, strict=True)
+                self.head.readout(out_TD.index_select(0, source_N), step)
+                for step, (out_TD, source_N) in enumerate(zip(outs, aligned.source_SN, strict=True))
             ]
         ).float()
         part = None if measure else self._vocabulary
         values = weighted_loss(
             self.loss,
             student,
-            pack.hidden_TD[aligned.goal_N],
+            pack.states[target.state][aligned.goal_N],
             self._whole if part is None else self._part,
             weight_SN=self._weights(aligned, pack),
             label_N=aligned.label_N if part is None else label_rows(aligned.label_N, part),
@@ -86,11 +89,13 @@ class RolloutModule(nn.Module):
 
 
 def head_states(
-    head: nn.Module, target: Target, hidden_TD: Tensor, aligned: Rollout, context: RolloutContext
+    head: DraftHead, target: Target, state_TD: Tensor, aligned: Rollout, context: RolloutContext
 ) -> list[Tensor]:
-    """The head's output states at every step [T, D], rows indexed by where their chain starts."""
+    """The head's outputs at every step [T, D], rows indexed by where their chain starts.
+
+    state_TD: what enters the first step, `head.fuse` of the target's states.
+    """
     outs: list[Tensor] = []
-    state_TD = hidden_TD
     for token_T, position_T in zip(aligned.token_ST, aligned.position_ST, strict=True):
         state_TD = head(target.embed(token_T), state_TD, position_T, context)
         outs.append(state_TD)

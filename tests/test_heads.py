@@ -1,0 +1,249 @@
+"""What every head must do, whatever its family and norms: learn, be saved, and draft without changing the output."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from head_variants import NORMS, ONE_NORM_OUT, VARIANTS, make_variant
+from toys import conversation, make_lively_target, make_store, make_target
+
+from mtp_train.attention.packed import PackedContext
+from mtp_train.batches.pack import load_pack
+from mtp_train.checkpoint.heads import HeadCard, load_head, read_card, save_checkpoint
+from mtp_train.core.errors import UserError
+from mtp_train.engine.engine import Engine, EngineConfig
+from mtp_train.engine.propose import ChainProposer
+from mtp_train.engine.sequences import Completion, Request
+from mtp_train.export.stage import ExportConfig, export_head
+from mtp_train.heads.base import DraftHead
+from mtp_train.heads.families import FAMILIES, build_head, family_of
+from mtp_train.heads.mtp import MtpConfig, build
+from mtp_train.losses.terms import LossConfig
+from mtp_train.models.target import Target
+from mtp_train.store.shards import FeatureStore
+from mtp_train.train.loop import TrainConfig, train
+from mtp_train.train.step import RolloutModule
+
+SMALL = EngineConfig(max_batch=4, cache_rows=1024, page_size=4, prefill_rows=64)
+PROMPTS = ((5, 9, 2, 33), (7,), tuple(range(1, 20)), (50, 3, 3, 8, 21, 40), (11, 12))
+CPU = torch.device("cpu")
+
+
+def requests(tokens: int) -> list[Request]:
+    return [Request(str(at), prompt, tokens) for at, prompt in enumerate(PROMPTS)]
+
+
+def answers(target: Target, tokens: int) -> list[Completion]:
+    return Engine(target, None, SMALL).generate(requests(tokens))
+
+
+def all_states(head: DraftHead) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(("post_norm", *head.states)))
+
+
+def features(target: Target, head: DraftHead, folder: Path, tokens: int = 16) -> FeatureStore:
+    """The target's own answers to the prompts, with the states that the head needs."""
+    chats = [conversation(c.key, c.prompt, c.tokens) for c in answers(target, tokens)]
+    return make_store(folder, target, chats, states=all_states(head))
+
+
+def loss_of(head: DraftHead) -> dict[str, float]:
+    """Terms on states are for heads that share the target's lm_head."""
+    return {"kl": 1.0, "smooth_l1": 0.1} if head.own_output() is None else {"kl": 1.0}
+
+
+def card(target: Target, head: DraftHead) -> HeadCard:
+    sizes = (target.hidden_size, target.vocab_size)
+    return HeadCard(head.family, target.hash, target.state, *sizes, step=3)
+
+
+def test_every_family_is_tried() -> None:
+    assert {config.family for config in VARIANTS.values()} == set(FAMILIES)
+
+
+def test_an_unknown_family_lists_those_known() -> None:
+    with pytest.raises(UserError, match=r"mtp.*received eagle9"):
+        family_of("eagle9")
+
+
+# --- the engine -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_greedy_speculation_equals_plain_decoding(toy_target: Target, variant: str) -> None:
+    head = make_variant(toy_target, variant)
+    plain = answers(toy_target, 20)
+    done = Engine(toy_target, ChainProposer(toy_target, head, 3), SMALL).generate(requests(20))
+    assert [c.tokens for c in done] == [c.tokens for c in plain]
+    assert all(c.steps for c in done)
+
+
+# --- on disk --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_head_comes_back_from_its_checkpoint(
+    toy_target: Target, variant: str, tmp_path: Path
+) -> None:
+    head = make_variant(toy_target, variant)
+    save_checkpoint(tmp_path / "head", head, card(toy_target, head))
+    again, found = load_head(tmp_path / "head", toy_target)
+    assert (again.config, again.states, again.steps) == (head.config, head.states, head.steps)
+    expected = head.state_dict()
+    assert again.state_dict().keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in again.state_dict().items())
+    drafts = [
+        [
+            c.steps
+            for c in Engine(toy_target, ChainProposer(toy_target, one, 3)).generate(requests(9))
+        ]
+        for one in (head, again)
+    ]
+    assert drafts[0] == drafts[1]
+    assert found.head["family"] == found.family == head.family
+
+
+def test_a_checkpoint_with_settings_of_no_family_is_refused(
+    toy_target: Target, tmp_path: Path
+) -> None:
+    head = make_variant(toy_target, "mtp")
+    save_checkpoint(tmp_path / "head", head, card(toy_target, head))
+    path = tmp_path / "head" / "head.json"
+    path.write_text(path.read_text().replace('"hnorm"', '"hnorms"'))
+    with pytest.raises(UserError, match="received hnorms"):
+        load_head(tmp_path / "head", toy_target)
+
+
+def test_a_card_without_settings_is_an_mtp_head_with_all_norms(
+    toy_target: Target, tmp_path: Path
+) -> None:
+    head = make_variant(toy_target, "mtp")
+    save_checkpoint(tmp_path / "head", head, card(toy_target, head))
+    path = tmp_path / "head" / "head.json"
+    text = path.read_text()
+    start = text.index('"head": {')
+    path.write_text(text.replace(text[start : text.index("}", start) + 1], '"head": {}'))
+    assert read_card(tmp_path / "head").head == {}
+    assert load_head(tmp_path / "head", toy_target)[0].config == MtpConfig()
+
+
+# --- training -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_parameter_gets_a_gradient(toy_target: Target, variant: str, tmp_path: Path) -> None:
+    head = make_variant(toy_target, variant)
+    store = features(toy_target, head, tmp_path)
+    module = RolloutModule(head, toy_target, loss=LossConfig(loss_of(head)))
+    module(load_pack(store, range(len(store)), CPU), 3).values.loss.backward()
+    still = [
+        name
+        for name, weight in head.named_parameters()
+        if weight.grad is None or not weight.grad.any()
+    ]
+    assert still == []
+    assert all(parameter.grad is None for parameter in toy_target.model.parameters())
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in ONE_NORM_OUT])
+def test_a_head_overfitted_on_the_prompts_accepts_nearly_everything(
+    variant: str, tmp_path: Path
+) -> None:
+    """DEFECTS 25, through the production loop and the engine."""
+    target = make_lively_target()
+    counts = torch.zeros(target.vocab_size)
+    tokens = [token for done in answers(target, 16) for token in done.tokens]
+    counts.index_add_(0, torch.tensor(tokens), torch.ones(len(tokens)))
+    head = build_head(target, VARIANTS[variant], 0, counts)
+    store = features(target, head, tmp_path / "features")
+    config = TrainConfig(
+        epochs=150,
+        learning_rate=1e-2,
+        decay=1.0,
+        loss={"hard_ce": 1.0},
+        validations=1,
+        checkpoints=1,
+    )
+    train(target, head, store, store, config, Accelerator(cpu=True), tmp_path / "train")
+    learnt, _ = load_head(tmp_path / "train" / "head", target)
+    done = Engine(target, ChainProposer(target, learnt, 3), SMALL).generate(requests(16))
+    steps = [step for c in done for step in c.steps[:-1]]  # the last drafts past what was trained
+    assert sum(step.accepted for step in steps) / (3 * len(steps)) >= 0.95
+
+
+def test_features_without_the_heads_states_are_refused(toy_target: Target, tmp_path: Path) -> None:
+    head = make_variant(toy_target, "mtp")
+    head.states = ("layer_1",)
+    store = features(toy_target, make_variant(toy_target, "mtp"), tmp_path / "features")
+    with pytest.raises(UserError, match=r"states post_norm, layer_1; .*precompute\.states"):
+        train(
+            toy_target, head, store, store, TrainConfig(), Accelerator(cpu=True), tmp_path / "out"
+        )
+
+
+# --- mtp and its norms ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("init", "sums", "column"),
+    [
+        ("last_layer", (0.6478, 46.1921), [0.85015, -1.49564, -0.89638, -0.65958, 0.08738]),
+        ("random", (32.0, 32.5633), [0.30371, -0.33135, 1.5096, -0.00663, -0.84808]),
+    ],
+)
+def test_an_mtp_head_with_all_norms_is_what_it_was(
+    toy_target: Target, init: str, sums: tuple[float, float], column: list[float]
+) -> None:
+    """Tensors and outputs of heads made before norms could be left out, written down then."""
+    head = build(toy_target, MtpConfig(init=init), seed=3)
+    layer = toy_target.base.layers[0].state_dict()
+    norms = ("enorm.weight", "hnorm.weight", "final_norm.weight")
+    assert set(head.state_dict()) == {
+        *norms,
+        "eh_proj.weight",
+        *(f"block.{name}" for name in layer),
+    }
+    found = [float(part.weight.detach().abs().sum()) for part in (head.hnorm, head.eh_proj)]
+    assert found == pytest.approx(sums, rel=1e-4)
+    embedding, state = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        out = head(embedding, state, torch.arange(5), PackedContext([0, 5]))
+    assert out[:, 0].tolist() == pytest.approx(column, abs=1e-4)
+
+
+@pytest.mark.parametrize("norm", [*NORMS[1:], "all"])
+def test_a_head_without_a_norm_begins_near_the_head_that_has_it(norm: str) -> None:
+    """Otherwise a comparison of norms would compare starts. With weights far from 1, as trained targets have them."""
+    target = make_target(seed=2, initializer_range=0.1, num_hidden_layers=3)
+    generator = torch.Generator().manual_seed(3)
+    for name, weight in target.model.named_parameters():
+        if "norm" in name:
+            weight.copy_(torch.rand(weight.shape, generator=generator) * 3 + 0.2)
+    whole = MtpConfig(embedding_noise=0.0)
+    left_out = dict.fromkeys(NORMS, False) if norm == "all" else {norm: False}
+    text = torch.arange(1, 41)
+    context, position = PackedContext([0, 40]), torch.arange(40)
+    state = target.forward(text, position, context)
+    logits = []
+    for config in (whole, replace(whole, **left_out)):
+        head = build(target, config)
+        with torch.no_grad():
+            out = head(target.embed(text), state, position, context)
+        logits.append(head.logits(target, out, 0).log_softmax(-1))
+    kl = (logits[0].exp() * (logits[0] - logits[1])).sum(-1).mean()
+    spread = (logits[0].exp() * logits[0]).sum(-1).mean() + torch.log(torch.tensor(61.0))
+    assert 0 < kl < 0.05 * spread
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_head_without_a_norm_is_not_exported(
+    toy_target: Target, norm: str, tmp_path: Path
+) -> None:
+    head = build(toy_target, MtpConfig(**{norm: False}))
+    with pytest.raises(UserError, match=rf"all norms.*head\.{norm}=false"):
+        export_head(head, toy_target, ExportConfig(), tmp_path / "out", {})
+    assert not list(tmp_path.iterdir())
