@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from mtp_train.heads.base import DraftHead
+from mtp_train.heads.eagle import EagleConfig
 from mtp_train.heads.families import build_head
 from mtp_train.heads.mtp import MtpConfig
 from mtp_train.models.target import Target
@@ -17,6 +18,7 @@ VARIANTS: dict[str, Any] = {
     "mtp": MtpConfig(),
     **ONE_NORM_OUT,
     "mtp-all": MtpConfig(**dict.fromkeys(NORMS, False)),
+    "eagle": EagleConfig(),
 }
 
 

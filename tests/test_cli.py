@@ -22,6 +22,7 @@ from mtp_train.core.errors import UserError
 from mtp_train.engine.engine import EngineConfig
 from mtp_train.evaluate.stage import EvaluateConfig
 from mtp_train.export.stage import ExportConfig
+from mtp_train.heads.families import FAMILIES
 from mtp_train.heads.mtp import MtpConfig
 from mtp_train.models.target import Target
 from mtp_train.precompute.stage import PrecomputeConfig
@@ -555,6 +556,17 @@ def test_every_default_is_the_dataclasss_own_and_every_file_is_used() -> None:
         assert set(config[name]) == known, f"conf/{name} shows every option"
         if name != "regenerate":  # its prompts have no default in the dataclass
             assert values == cls(), f"conf/{name} and {cls.__name__} agree"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_head_is_chosen_by_its_family(family: str) -> None:
+    """conf/head holds a file for each family and no other; it shows every option at its default."""
+    assert {path.stem for path in (conf_folder() / "head").glob("*.yaml")} == set(FAMILIES)
+    config = load_config(["target.path=x", f"head={family}"])
+    cls = FAMILIES[family].config
+    assert set(config["head"]) == set(cls.__dataclass_fields__)
+    assert section(config, "head", cls) == cls()
+    assert cls().family == family
 
 
 # --- the whole pipeline ---------------------------------------------------------------------------------------

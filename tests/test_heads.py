@@ -247,3 +247,43 @@ def test_a_head_without_a_norm_is_not_exported(
     with pytest.raises(UserError, match=rf"all norms.*head\.{norm}=false"):
         export_head(head, toy_target, ExportConfig(), tmp_path / "out", {})
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if not name.startswith("mtp")])
+def test_a_family_that_no_layout_holds_is_not_exported(
+    toy_target: Target, variant: str, tmp_path: Path
+) -> None:
+    head = make_variant(toy_target, variant)
+    with pytest.raises(UserError, match=rf"family mtp; received {head.family}"):
+        export_head(head, toy_target, ExportConfig(), tmp_path / "out", {})
+    assert not list(tmp_path.iterdir())
+
+
+# --- eagle ----------------------------------------------------------------------------------------------------
+
+
+def test_an_eagle_head_is_the_published_one(toy_target: Target) -> None:
+    """Written out with plain matrices: no norm before fc or attention, none at the end, no zero at position 0."""
+    head = make_variant(toy_target, "eagle")
+    assert sorted(name.removeprefix("block.") for name in head.state_dict()) == [
+        "fc.weight",
+        *(f"mlp.{name}_proj.weight" for name in ("down", "gate", "up")),
+        "post_attention_layernorm.weight",
+        *(f"self_attn.{name}_proj.weight" for name in "koqv"),
+    ]
+    embedding, state = torch.randn(2, 1, 32, generator=torch.Generator().manual_seed(1))
+    weight = head.state_dict()
+
+    def times(rows: torch.Tensor, name: str) -> torch.Tensor:
+        return rows @ weight[f"{name}.weight"].T
+
+    x = times(torch.cat([embedding, state], -1), "fc")
+    # One row attends to itself alone: attention is its value, each head of two shared by two query heads.
+    value = times(x, "block.self_attn.v_proj").view(2, 8).repeat_interleave(2, 0).view(1, 32)
+    x = x + times(value, "block.self_attn.o_proj")
+    normed = x / (x.square().mean() + 1e-6).sqrt() * weight["block.post_attention_layernorm.weight"]
+    gate, up = (times(normed, f"block.mlp.{name}_proj") for name in ("gate", "up"))
+    x = x + times(torch.nn.functional.silu(gate) * up, "block.mlp.down_proj")
+    with torch.no_grad():
+        out = head(embedding, state, torch.tensor([0]), PackedContext([0, 1]))
+    torch.testing.assert_close(out, x, atol=1e-5, rtol=1e-4)

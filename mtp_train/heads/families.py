@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from mtp_train.core.errors import UserError
-from mtp_train.heads import mtp
+from mtp_train.heads import eagle, mtp
 from mtp_train.heads.base import DraftHead
 from mtp_train.models.target import Target
 
@@ -31,6 +31,11 @@ FAMILIES = {
         mtp.MtpConfig,
         mtp.MtpHead,
         lambda target, config, seed, _counts: mtp.build(target, config, seed),
+    ),
+    "eagle": Family(
+        eagle.EagleConfig,
+        eagle.EagleHead,
+        lambda target, config, seed, _counts: eagle.build(target, config, seed),
     ),
 }
 

@@ -23,13 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from mtp_train.attention.interface import AttentionContext
-from mtp_train.core.errors import UserError
 from mtp_train.heads.base import DraftHead
 from mtp_train.heads.block import Rotary, make_block, make_norm, run_block, start_linears
-from mtp_train.heads.start import begin_as_last_layer
+from mtp_train.heads.start import begin_as_last_layer, require_init
 from mtp_train.models.target import Target
-
-INITS = ("last_layer", "random")
 
 
 @dataclass(frozen=True)
@@ -99,8 +96,3 @@ def build(target: Target, config: MtpConfig, seed: int = 0) -> MtpHead:
                 config.embedding_noise,
             )
     return head.to(target.device)
-
-
-def require_init(name: str) -> None:
-    if name not in INITS:
-        raise UserError("head.init must be one of " + ", ".join(INITS), name, "choose one of them")

@@ -22,8 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from mtp_train.attention.packed import PackedContext
+from mtp_train.core.errors import UserError
 from mtp_train.heads.block import float_state, nonzero, run_block
 from mtp_train.models.target import POST_NORM, PRE_NORM, Target
+
+INITS = ("last_layer", "random")
 
 
 @dataclass(frozen=True)
@@ -110,3 +113,8 @@ def usual_lengths(target: Target) -> Lengths:
         for name in (PRE_NORM, POST_NORM, "applied")
     )  # the first rows' residuals are outliers
     return Lengths(before.median(), after.median(), (before * after).median(), applied.median())
+
+
+def require_init(name: str) -> None:
+    if name not in INITS:
+        raise UserError("head.init must be one of " + ", ".join(INITS), name, "choose one of them")
