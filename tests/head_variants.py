@@ -8,6 +8,7 @@ import torch
 
 from mtp_train.heads.base import DraftHead
 from mtp_train.heads.eagle import EagleConfig
+from mtp_train.heads.eagle3 import Eagle3Config
 from mtp_train.heads.families import build_head
 from mtp_train.heads.mtp import MtpConfig
 from mtp_train.models.target import Target
@@ -19,6 +20,9 @@ VARIANTS: dict[str, Any] = {
     **ONE_NORM_OUT,
     "mtp-all": MtpConfig(**dict.fromkeys(NORMS, False)),
     "eagle": EagleConfig(),
+    "eagle3": Eagle3Config(draft_vocabulary=40),
+    "eagle3-whole": Eagle3Config(draft_vocabulary=0, norm_before_residual=True),
+    "eagle3.1": Eagle3Config(draft_vocabulary=40, fc_norm=True, norm_output=True),
 }
 
 

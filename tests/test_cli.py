@@ -567,6 +567,10 @@ def test_a_head_is_chosen_by_its_family(family: str) -> None:
     assert set(config["head"]) == set(cls.__dataclass_fields__)
     assert section(config, "head", cls) == cls()
     assert cls().family == family
+    states, terms = config["precompute"]["states"], config["train"]["loss"]
+    own_output = family in ("eagle3", "medusa")
+    assert states == (["post_norm", "eagle3"] if family == "eagle3" else ["post_norm"])
+    assert (terms["smooth_l1"] == 0) == own_output
 
 
 # --- the whole pipeline ---------------------------------------------------------------------------------------

@@ -20,8 +20,11 @@ from mtp_train.engine.propose import ChainProposer
 from mtp_train.engine.sequences import Completion, Request
 from mtp_train.export.stage import ExportConfig, export_head
 from mtp_train.heads.base import DraftHead
+from mtp_train.heads.eagle3 import Eagle3Config
 from mtp_train.heads.families import FAMILIES, build_head, family_of
 from mtp_train.heads.mtp import MtpConfig, build
+from mtp_train.heads.vocabulary import choose_vocabulary
+from mtp_train.losses.part import part_acceptance
 from mtp_train.losses.terms import LossConfig
 from mtp_train.models.target import Target
 from mtp_train.store.shards import FeatureStore
@@ -149,6 +152,19 @@ def test_every_parameter_gets_a_gradient(toy_target: Target, variant: str, tmp_p
     assert all(parameter.grad is None for parameter in toy_target.model.parameters())
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_float32_head_takes_bfloat16_features_without_autocast(
+    toy_target: Target, variant: str, tmp_path: Path
+) -> None:
+    head = make_variant(toy_target, variant)
+    pack = load_pack(features(toy_target, head, tmp_path), [0, 1], CPU)
+    coarse = replace(pack, states={name: state.bfloat16() for name, state in pack.states.items()})
+    module = RolloutModule(head, toy_target, loss=LossConfig(loss_of(head)))
+    with torch.no_grad():
+        losses = [float(module(one, 3, measure=True).values.loss) for one in (pack, coarse)]
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+
+
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in ONE_NORM_OUT])
 def test_a_head_overfitted_on_the_prompts_accepts_nearly_everything(
     variant: str, tmp_path: Path
@@ -273,17 +289,177 @@ def test_an_eagle_head_is_the_published_one(toy_target: Target) -> None:
     ]
     embedding, state = torch.randn(2, 1, 32, generator=torch.Generator().manual_seed(1))
     weight = head.state_dict()
-
-    def times(rows: torch.Tensor, name: str) -> torch.Tensor:
-        return rows @ weight[f"{name}.weight"].T
-
-    x = times(torch.cat([embedding, state], -1), "fc")
-    # One row attends to itself alone: attention is its value, each head of two shared by two query heads.
-    value = times(x, "block.self_attn.v_proj").view(2, 8).repeat_interleave(2, 0).view(1, 32)
-    x = x + times(value, "block.self_attn.o_proj")
-    normed = x / (x.square().mean() + 1e-6).sqrt() * weight["block.post_attention_layernorm.weight"]
-    gate, up = (times(normed, f"block.mlp.{name}_proj") for name in ("gate", "up"))
-    x = x + times(torch.nn.functional.silu(gate) * up, "block.mlp.down_proj")
+    x = torch.cat([embedding, state], -1) @ weight["fc.weight"].T
     with torch.no_grad():
         out = head(embedding, state, torch.tensor([0]), PackedContext([0, 1]))
-    torch.testing.assert_close(out, x, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(out, plain_block(weight, x, x), atol=1e-5, rtol=1e-4)
+
+
+def plain_block(
+    weight: dict[str, torch.Tensor], rows: torch.Tensor, residual: torch.Tensor
+) -> torch.Tensor:
+    """A Llama block's attention over `rows` and its mlp, for one row, with plain matrices."""
+
+    def times(rows: torch.Tensor, name: str) -> torch.Tensor:
+        return rows @ weight[f"block.{name}_proj.weight"].T
+
+    # One row attends to itself alone: attention is its value; two query heads share each of two value heads.
+    value = times(rows, "self_attn.v").view(2, 8).repeat_interleave(2, 0).view(1, 32)
+    x = residual + times(value, "self_attn.o")
+    normed = plain_norm(x, weight["block.post_attention_layernorm.weight"])
+    gated = torch.nn.functional.silu(times(normed, "mlp.gate")) * times(normed, "mlp.up")
+    return x + times(gated, "mlp.down")
+
+
+def plain_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x / (x.square().mean() + 1e-6).sqrt() * weight
+
+
+# --- eagle3 ---------------------------------------------------------------------------------------------------
+
+
+def test_an_eagle3_head_begins_as_the_targets_last_layer() -> None:
+    """With that layer's own input as its third state, it says at once what the target says of the same row."""
+    target = make_target(seed=2, initializer_range=0.2, num_hidden_layers=3)
+    generator = torch.Generator().manual_seed(3)
+    for name, weight in target.model.named_parameters():
+        if "norm" in name:
+            weight.copy_(torch.rand(weight.shape, generator=generator) * 3 + 0.2)
+    text, position, context = torch.arange(1, 41), torch.arange(40), PackedContext([0, 40])
+    names = ["layer_0", "layer_1", "layer_2"]
+    states = target.capture(text, position, context, (*names, "post_norm"))
+    for options in ({}, {"norm_before_residual": True}, {"fc_norm": True}):
+        config = Eagle3Config(states=names, embedding_noise=0.0, draft_vocabulary=40, **options)
+        head = build_head(target, config, counts_V=torch.arange(61))
+        assert head.vocabulary is not None and head.vocabulary.tolist() == list(range(21, 61))
+        with torch.no_grad():
+            out = head(target.embed(text), head.fuse(states), position, context)
+            found = head.logits(target, out, 0).log_softmax(-1)
+        expected = target.logits(states["post_norm"])[:, head.vocabulary].log_softmax(-1)
+        if not options:  # the others give the state its usual length, not each row's own
+            torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+        assert (found.argmax(-1) == expected.argmax(-1)).float().mean() > 0.8, options
+
+
+@pytest.mark.parametrize("variant", ["eagle3", "eagle3-whole", "eagle3.1"])
+def test_an_eagle3_head_is_the_published_one(toy_target: Target, variant: str) -> None:
+    """Written out with plain matrices, with norm_before_residual and with 3.1's norms."""
+    head = make_variant(toy_target, variant)
+    weight = head.state_dict()
+    embedding, *aux = torch.randn(4, 1, 32, generator=torch.Generator().manual_seed(1))
+    normed = variant == "eagle3.1"
+    if normed:
+        aux = [plain_norm(g, weight[f"fc_norm.{at}.weight"]) for at, g in enumerate(aux)]
+    hidden = torch.cat(aux, -1) @ weight["fc.weight"].T
+    h = plain_norm(hidden, weight["hidden_norm.weight"])
+    e = plain_norm(embedding, weight["block.input_layernorm.weight"])
+    residual = h if variant == "eagle3-whole" else hidden
+    x = plain_block(weight, torch.cat([e, h], -1), residual)
+    read = plain_norm(x, weight["norm.weight"])
+    given = dict(
+        zip(
+            head.states,
+            torch.randn(4, 1, 32, generator=torch.Generator().manual_seed(1))[1:],
+            strict=True,
+        )
+    )
+    with torch.no_grad():
+        out = head(embedding, head.fuse(given), torch.tensor([0]), PackedContext([0, 1]))
+        logits = head.logits(toy_target, out, 0)
+    torch.testing.assert_close(out, read if normed else x, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(logits, read @ weight["lm_head.weight"].T, atol=1e-5, rtol=1e-4)
+    assert head.states == ("layer_0", "layer_1", "layer_2"), "of a target of two layers"
+
+
+def test_what_eagle3_feeds_back(toy_target: Target) -> None:
+    """DEFECTS 27: the pre-norm state, or the normed one with norm_output; the lm_head reads the normed one."""
+    embedding, state = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(1))
+    outs = []
+    for variant in ("eagle3", "eagle3.1"):
+        head = make_variant(toy_target, variant)
+        head.load_state_dict(make_variant(toy_target, "eagle3").state_dict(), strict=False)
+        with torch.no_grad():
+            out = head(embedding, state, torch.arange(4), PackedContext([0, 4]))
+            outs.append((out, head.readout(out, 0)))
+            normed = head.get_submodule("norm")(outs[0][0])
+    torch.testing.assert_close(outs[0][1], normed)
+    torch.testing.assert_close(outs[1][0], normed)
+    assert torch.equal(outs[1][1], outs[1][0])
+    assert not torch.allclose(outs[0][0], normed, atol=0.1)
+
+
+def test_a_draft_vocabulary_holds_the_most_trained_tokens(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    counts = torch.tensor([0, 5, 1, 9, 0, 5, 2, 0])
+    assert choose_vocabulary(counts, 3).tolist() == [1, 3, 5]
+    assert "3 draft tokens cover 86.36% of the trained text" in capsys.readouterr().err
+
+
+def test_a_draft_vocabulary_larger_than_the_data_is_all_that_is_trained(
+    toy_target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DEFECTS 13: ten chats, size 32k; tokens of the prompts alone do not count."""
+    chats = [conversation(str(at), [at, 50, 51], [20 + at, 30, 30]) for at in range(10)]
+    store = make_store(tmp_path, toy_target, chats)
+    counts = store.token_counts(trained=True)
+    head = build_head(toy_target, Eagle3Config(), counts_V=counts)
+    assert head.vocabulary is not None
+    assert head.vocabulary.tolist() == [*range(20, 30), 30]
+    assert head.config.draft_vocabulary == 11 == len(head.own_output())
+    said = capsys.readouterr().err
+    assert "11 draft tokens, all that are trained (32000 were asked for) cover 100.00%" in said
+
+
+def test_a_draft_vocabulary_needs_trained_tokens(toy_target: Target) -> None:
+    for counts in (None, torch.zeros(61)):
+        with pytest.raises(UserError, match="no trained tokens"):
+            build_head(toy_target, Eagle3Config(), counts_V=counts)
+
+
+@pytest.mark.parametrize("wrong", [[3, 2], [0, 61], [-1, 4]])
+def test_a_draft_vocabulary_of_another_target_is_refused(
+    toy_target: Target, wrong: list[int], tmp_path: Path
+) -> None:
+    head = build_head(toy_target, Eagle3Config(draft_vocabulary=2), counts_V=torch.arange(61))
+    head.vocabulary = torch.tensor(wrong)
+    save_checkpoint(tmp_path / "head", head, card(toy_target, head))
+    with pytest.raises(UserError, match="rising token ids below 61"):
+        load_head(tmp_path / "head", toy_target)
+
+
+def test_acceptance_of_a_draft_vocabulary_is_over_the_whole_vocabulary() -> None:
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = (
+        torch.randn(2, 7, 4, generator=generator),
+        torch.randn(7, 6, generator=generator),
+    )
+    whole, own = torch.randn(5, 6, generator=generator), torch.randn(3, 4, generator=generator)
+    part = torch.tensor([0, 2, 4])
+    alpha, agree = part_acceptance(student, teacher, whole, own, part, chunk=3)
+    p = (teacher @ whole.T).softmax(-1)
+    for step in range(2):
+        for goal in range(7):
+            q = torch.zeros(5)
+            q[part] = (own @ student[step, goal]).softmax(-1)
+            assert float(alpha[step, goal]) == pytest.approx(float(torch.minimum(p[goal], q).sum()))
+            assert bool(agree[step, goal]) == bool(p[goal].argmax() == q.argmax())
+    assert agree.any() and not agree.all()
+    assert part_acceptance(student[:, :0], teacher[:0], whole, own, part)[0].shape == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss": {"kl": 1.0, "smooth_l1": 0.1}}, r"smooth_l1: states .* shares.*train\.loss"),
+        ({"loss": {"kl": 1.0}, "loss_vocabulary": 9}, r"draft vocabulary of their own"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_the_head_is_refused(
+    toy_target: Target, tmp_path: Path, changes: dict, message: str
+) -> None:
+    head = make_variant(toy_target, "eagle3")
+    store = features(toy_target, head, tmp_path / "features")
+    config = TrainConfig(**changes)
+    with pytest.raises(UserError, match=message):
+        train(toy_target, head, store, store, config, Accelerator(cpu=True), tmp_path / "out")

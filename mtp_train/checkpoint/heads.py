@@ -27,6 +27,7 @@ from mtp_train.core.provenance import (
 )
 from mtp_train.heads.base import DraftHead
 from mtp_train.heads.families import FAMILIES, make_head
+from mtp_train.heads.vocabulary import require_vocabulary
 from mtp_train.models.target import Target
 
 TENSORS = "head.safetensors"
@@ -124,6 +125,8 @@ def load_head(folder: Path, target: Target) -> tuple[DraftHead, HeadCard]:
         )
     head = make_head(target, {"family": card.family} | card.head)
     head.load_state_dict(load_tensors(folder / TENSORS, head.state_dict()))
+    if head.vocabulary is not None:
+        require_vocabulary(head.vocabulary, target.vocab_size)
     return head.to(target.device), card
 
 

@@ -1,6 +1,6 @@
 """Validation loss through the engine: its paged target and its head, in the dtype that serves. No training code.
 
-Shapes: L tokens of one sequence, D hidden width, V vocabulary.
+Shapes: L tokens of one sequence, N rows that speak of the answer, D hidden width, V vocabulary, U the head's.
 """
 
 from __future__ import annotations
@@ -62,6 +62,15 @@ def _first_draft(target: Target, head: DraftHead, answer: Answer) -> Tensor:
     goals, sources = answer_rows(len(answer.prompt_ids), rows)
     p = torch.softmax(target.logits(state_LD[goals]).float(), dim=-1)
     log_q = torch.log_softmax(head.logits(target, out_LD[sources], 0).float(), dim=-1)
-    q = log_q.exp()
-    kl = torch.special.xlogy(p, p).sum(-1) - (p * log_q).sum(-1)
-    return torch.stack([kl, torch.minimum(p, q).sum(-1), (p.argmax(-1) == q.argmax(-1)).float()])
+    return _compare(p, log_q, head.vocabulary)
+
+
+def _compare(p_NV: Tensor, log_q_NU: Tensor, vocabulary_U: Tensor | None) -> Tensor:
+    """KL, alpha and agreement [3, N]; q has chance 0 outside its vocabulary, and the KL is over that part alone."""
+    q, choice, part = log_q_NU.exp(), log_q_NU.argmax(-1), p_NV
+    if vocabulary_U is not None:
+        choice, part = vocabulary_U[choice], p_NV[:, vocabulary_U]
+    within = part / part.sum(-1, keepdim=True)
+    kl = torch.special.xlogy(within, within).sum(-1) - (within * log_q_NU).sum(-1)
+    agree = p_NV.argmax(-1) == choice
+    return torch.stack([kl, torch.minimum(part, q).sum(-1), agree.float()])

@@ -66,6 +66,25 @@ def run_block(
     return out.squeeze(0)
 
 
+def run_attention(
+    attention: nn.Module,
+    rotary: nn.Module,
+    rows_TD: Tensor,
+    position_T: Tensor,
+    context: AttentionContext,
+) -> Tensor:
+    """The output [T, D] of a layer's attention alone; its rows may be wider than D."""
+    rows, position = rows_TD.unsqueeze(0), position_T.unsqueeze(0)
+    out, _ = attention(
+        hidden_states=rows,
+        attention_mask=None,
+        position_embeddings=rotary(rows, position),
+        attention_context=context,
+    )
+    attended: Tensor = out.squeeze(0)
+    return attended
+
+
 def make_norm(target: Target, wanted: bool = True) -> nn.Module:
     """A norm of the target's class; the identity where none is wanted."""
     norm = target.base.norm

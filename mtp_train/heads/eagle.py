@@ -58,7 +58,7 @@ class EagleHead(DraftHead):
         self, embedding_TD: Tensor, state_TD: Tensor, position_T: Tensor, context: AttentionContext
     ) -> Tensor:
         """States [T, D] that predict the target's next ones, for rows (x[p+1], H[p], p)."""
-        rows_TD = self.fc(torch.cat([embedding_TD, state_TD], dim=-1))
+        rows_TD = self.fc(torch.cat([embedding_TD, state_TD], dim=-1).to(self.fc.weight.dtype))
         return run_block(self.block, self.rotary, rows_TD, position_T, context)
 
 

@@ -73,7 +73,8 @@ class MtpHead(DraftHead):
     ) -> Tensor:
         """States [T, D] that predict the target's next ones, for rows (x[p+1], H[p], p)."""
         embedding = embedding_TD * (position_T != 0).unsqueeze(-1)
-        rows_TD = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(state_TD)], dim=-1))
+        halves = torch.cat([self.enorm(embedding), self.hnorm(state_TD)], dim=-1)
+        rows_TD = self.eh_proj(halves.to(self.eh_proj.weight.dtype))
         out: Tensor = self.final_norm(
             run_block(self.block, self.rotary, rows_TD, position_T, context)
         )

@@ -100,19 +100,34 @@ def _write_scaled(block: Any, scale_D: Tensor, usual: Lengths) -> None:
 
 def usual_lengths(target: Target) -> Lengths:
     """How long the target's residuals and states are."""
+    states = random_states(target, (PRE_NORM, POST_NORM))
+    before, after = states[PRE_NORM], states[POST_NORM]
+    position_T = torch.arange(len(before), device=target.device)
+    context = PackedContext([0, len(before)])
+    applied = run_block(target.base.layers[-1], target.base.rotary_emb, before, position_T, context)
+    product = _lengths(before) * _lengths(after)
+    return Lengths(
+        usual_length(before), usual_length(after), product.median(), usual_length(applied)
+    )
+
+
+def random_states(target: Target, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """The named states [T, D] of a fixed random text."""
     rows = min(64, target.max_positions)
     generator = torch.Generator().manual_seed(0)
     token_T = torch.randint(target.vocab_size, (rows,), generator=generator).to(target.device)
     position_T = torch.arange(rows, device=target.device)
-    context = PackedContext([0, rows])
-    states = target.capture(token_T, position_T, context, (PRE_NORM, POST_NORM))
-    layer, rotary = target.base.layers[-1], target.base.rotary_emb
-    states["applied"] = run_block(layer, rotary, states[PRE_NORM], position_T, context)
-    before, after, applied = (
-        states[name].float().square().mean(-1).sqrt()[rows // 4 :].cpu()
-        for name in (PRE_NORM, POST_NORM, "applied")
-    )  # the first rows' residuals are outliers
-    return Lengths(before.median(), after.median(), (before * after).median(), applied.median())
+    return target.capture(token_T, position_T, PackedContext([0, rows]), names)
+
+
+def usual_length(state_TD: Tensor) -> Tensor:
+    """Median of the rows' root mean squares."""
+    return _lengths(state_TD).median()
+
+
+def _lengths(state_TD: Tensor) -> Tensor:
+    """Root mean squares but for the first rows, whose residuals are outliers."""
+    return state_TD.float().square().mean(-1).sqrt()[len(state_TD) // 4 :].cpu()
 
 
 def require_init(name: str) -> None:

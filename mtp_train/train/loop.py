@@ -166,6 +166,7 @@ class _Trainer:
         optimizer = make_optimizer(
             head, config.learning_rate, (config.beta1, config.beta2), config.weight_decay
         )
+        self._require_fit()
         vocabulary = self._vocabulary() if config.loss_vocabulary else None
         # unwrapped: validates without other ranks
         self.own = RolloutModule(head, target, vocabulary, config.losses())
@@ -212,6 +213,20 @@ class _Trainer:
                 if self.step in save_at:
                     self._checkpoint()
         return self._finish()
+
+    def _require_fit(self) -> None:
+        """Refuse a configuration that this head can't be trained with."""
+        head, config = self.head, self.config
+        terms = ", ".join(config.losses().enabled("states"))
+        if terms and head.own_output() is not None:
+            rule = f"{terms}: states are compared only where the head shares the target's lm_head"
+            raise UserError(rule, head.family, "set these weights of train.loss to 0")
+        if config.loss_vocabulary and head.vocabulary is not None:
+            rule = "train.loss_vocabulary is for heads without a draft vocabulary of their own"
+            raise UserError(rule, config.loss_vocabulary, "set it to 0")
+        if head.steps is not None and config.rollout_steps != head.steps:
+            rule = f"train.rollout_steps must be {head.steps}, the draft steps of this {head.family} head"
+            raise UserError(rule, config.rollout_steps, "change either")
 
     def _vocabulary(self) -> torch.Tensor:
         """The most frequent tokens of the features, in the order of their ids."""

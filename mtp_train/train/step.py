@@ -8,7 +8,7 @@ Shapes: T rows, N goals, S draft steps, D hidden width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from mtp_train.batches.align import Rollout, rollout
 from mtp_train.batches.pack import Pack
 from mtp_train.heads.base import DraftHead
 from mtp_train.losses.chunked import LossValues, label_rows
+from mtp_train.losses.part import part_acceptance
 from mtp_train.losses.terms import LossConfig, weighted_loss
 from mtp_train.losses.weights import goal_weights
 from mtp_train.models.target import Target
@@ -53,11 +54,16 @@ class RolloutModule(nn.Module):
         self.loss = loss or LossConfig()
         self._target = [target]
         self._whole = target.lm_head.weight.detach()
-        self._vocabulary = vocabulary_U
-        self._part = self._whole if vocabulary_U is None else self._whole[vocabulary_U].contiguous()
+        self._vocabulary = vocabulary_U if head.vocabulary is None else head.vocabulary
+        self._part = (
+            self._whole if self._vocabulary is None else self._whole[self._vocabulary].contiguous()
+        )
 
     def forward(self, pack: Pack, steps: int, measure: bool = False) -> PackLoss:
-        """Roll out over `pack`; `measure` is for validation: alpha too, always over the whole vocabulary."""
+        """Roll out over `pack`; `measure` is for validation: alpha too, always over the whole vocabulary.
+
+        The kl of a head with a draft vocabulary is over that part, p renormalised: over the whole it is infinite.
+        """
         target = self._target[0]
         aligned = rollout(pack.token_T, pack.loss_mask_T, pack.offsets, steps)
         outs = head_states(
@@ -69,17 +75,31 @@ class RolloutModule(nn.Module):
                 for step, (out_TD, source_N) in enumerate(zip(outs, aligned.source_SN, strict=True))
             ]
         ).float()
-        part = None if measure else self._vocabulary
+        teacher = pack.states[target.state][aligned.goal_N]
+        part = None if measure and self.head.vocabulary is None else self._vocabulary
+        own = self._own_output(part, steps)
         values = weighted_loss(
             self.loss,
             student,
-            pack.states[target.state][aligned.goal_N],
+            teacher,
             self._whole if part is None else self._part,
             weight_SN=self._weights(aligned, pack),
             label_N=aligned.label_N if part is None else label_rows(aligned.label_N, part),
+            student_head=own,
             measure=measure,
         )
+        if measure and part is not None and own is not None:  # the head's own part
+            alpha_SN, agree_SN = part_acceptance(student, teacher, self._whole, own, part)
+            values = replace(values, alpha_SN=alpha_SN, agree_SN=agree_SN)
         return PackLoss(values, aligned)
+
+    def _own_output(self, part: Tensor | None, steps: int) -> Tensor | None:
+        """The head's own lm_head, its rows those of the loss."""
+        own = self.head.own_output()
+        if own is None:
+            return None
+        rows = own if own.ndim == 2 else own[:steps]
+        return rows if part is None or self.head.vocabulary is not None else rows[..., part, :]
 
     def _weights(self, aligned: Rollout, pack: Pack) -> Tensor:
         """Weight of each step and goal [S, N]; 0 where the goal has no row."""
