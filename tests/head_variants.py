@@ -10,6 +10,7 @@ from mtp_train.heads.base import DraftHead
 from mtp_train.heads.eagle import EagleConfig
 from mtp_train.heads.eagle3 import Eagle3Config
 from mtp_train.heads.families import build_head
+from mtp_train.heads.medusa import MedusaConfig
 from mtp_train.heads.mtp import MtpConfig
 from mtp_train.models.target import Target
 
@@ -23,6 +24,8 @@ VARIANTS: dict[str, Any] = {
     "eagle3": Eagle3Config(draft_vocabulary=40),
     "eagle3-whole": Eagle3Config(draft_vocabulary=0, norm_before_residual=True),
     "eagle3.1": Eagle3Config(draft_vocabulary=40, fc_norm=True, norm_output=True),
+    "medusa": MedusaConfig(),
+    "medusa-frozen": MedusaConfig(layers=2, own_lm_heads=False),
 }
 
 

@@ -22,6 +22,7 @@ from mtp_train.export.stage import ExportConfig, export_head
 from mtp_train.heads.base import DraftHead
 from mtp_train.heads.eagle3 import Eagle3Config
 from mtp_train.heads.families import FAMILIES, build_head, family_of
+from mtp_train.heads.medusa import MedusaConfig
 from mtp_train.heads.mtp import MtpConfig, build
 from mtp_train.heads.vocabulary import choose_vocabulary
 from mtp_train.losses.part import part_acceptance
@@ -462,4 +463,50 @@ def test_a_configuration_that_does_not_fit_the_head_is_refused(
     store = features(toy_target, head, tmp_path / "features")
     config = TrainConfig(**changes)
     with pytest.raises(UserError, match=message):
+        train(toy_target, head, store, store, config, Accelerator(cpu=True), tmp_path / "out")
+
+
+# --- medusa ---------------------------------------------------------------------------------------------------
+
+
+def test_a_medusa_head_learns_each_token_from_the_state_before_the_known_one(
+    toy_target: Target, tmp_path: Path
+) -> None:
+    """Row p, whose next token x[p+1] is known, drafts x[p+2], x[p+3], x[p+4] from H[p]: by hand, with own lm_heads."""
+    head = make_variant(toy_target, "medusa")
+    store = features(toy_target, head, tmp_path)
+    pack = load_pack(store, [0], CPU)
+    module = RolloutModule(head, toy_target, loss=LossConfig({"hard_ce": 1.0}, decay=1.0))
+    with torch.no_grad():
+        found = float(module(pack, 3).values.loss)
+    weight, state = head.state_dict(), pack.states["post_norm"]
+    expected = 0.0
+    for row in range(len(state)):
+        for step in range(3):
+            label = row + 2 + step
+            if label < len(state) and pack.loss_mask_T[label]:
+                layer = weight[f"blocks.{step}.0.weight"]
+                x = state[row] + torch.nn.functional.silu(layer @ state[row])
+                log_q = (weight["lm_heads"][step] @ x).log_softmax(-1)
+                expected -= float(log_q[pack.token_T[label]])
+    assert found == pytest.approx(expected / 3, rel=1e-5), "three steps of equal weight"
+
+
+def test_a_fresh_medusa_head_is_the_targets_lm_head(toy_target: Target) -> None:
+    head = build_head(toy_target, MedusaConfig())
+    state = torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
+    for step in range(3):
+        assert torch.equal(head.logits(toy_target, state, step), toy_target.logits(state))
+
+
+def test_a_medusa_head_drafts_and_trains_as_many_tokens_as_it_has_steps(
+    toy_target: Target, tmp_path: Path
+) -> None:
+    head = make_variant(toy_target, "medusa")
+    ChainProposer(toy_target, head, 2)
+    with pytest.raises(UserError, match=r"medusa head drafts 3 tokens at most.*received 4"):
+        ChainProposer(toy_target, head, 4)
+    store = features(toy_target, head, tmp_path / "features")
+    config = TrainConfig(rollout_steps=2, loss={"kl": 1.0})
+    with pytest.raises(UserError, match=r"rollout_steps must be 3.*received 2"):
         train(toy_target, head, store, store, config, Accelerator(cpu=True), tmp_path / "out")

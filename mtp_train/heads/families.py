@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from mtp_train.core.errors import UserError
-from mtp_train.heads import eagle, eagle3, mtp
+from mtp_train.heads import eagle, eagle3, medusa, mtp
 from mtp_train.heads.base import DraftHead
 from mtp_train.models.target import Target
 
@@ -38,6 +38,11 @@ FAMILIES = {
         lambda target, config, seed, _counts: eagle.build(target, config, seed),
     ),
     "eagle3": Family(eagle3.Eagle3Config, eagle3.Eagle3Head, eagle3.build),
+    "medusa": Family(
+        medusa.MedusaConfig,
+        medusa.MedusaHead,
+        lambda target, config, _seed, _counts: medusa.build(target, config),
+    ),
 }
 
 
