@@ -13,13 +13,14 @@ from toys import conversation, make_lively_target, make_store, make_target
 
 from mtp_train.attention.packed import PackedContext
 from mtp_train.batches.pack import load_pack
-from mtp_train.checkpoint.heads import HeadCard, load_head, read_card, save_checkpoint
+from mtp_train.checkpoint.heads import HeadCard, load_head, read_card, save_checkpoint, warm_start
 from mtp_train.core.errors import UserError
 from mtp_train.engine.engine import Engine, EngineConfig
 from mtp_train.engine.propose import ChainProposer
 from mtp_train.engine.sequences import Completion, Request
 from mtp_train.export.stage import ExportConfig, export_head
 from mtp_train.heads.base import DraftHead
+from mtp_train.heads.eagle import EagleConfig
 from mtp_train.heads.eagle3 import Eagle3Config
 from mtp_train.heads.families import FAMILIES, build_head, family_of
 from mtp_train.heads.medusa import MedusaConfig
@@ -261,7 +262,7 @@ def test_a_head_without_a_norm_is_not_exported(
     toy_target: Target, norm: str, tmp_path: Path
 ) -> None:
     head = build(toy_target, MtpConfig(**{norm: False}))
-    with pytest.raises(UserError, match=rf"all norms.*head\.{norm}=false"):
+    with pytest.raises(UserError, match=rf"all norms.*received head\.{norm}=false"):
         export_head(head, toy_target, ExportConfig(), tmp_path / "out", {})
     assert not list(tmp_path.iterdir())
 
@@ -271,7 +272,7 @@ def test_a_family_that_no_layout_holds_is_not_exported(
     toy_target: Target, variant: str, tmp_path: Path
 ) -> None:
     head = make_variant(toy_target, variant)
-    with pytest.raises(UserError, match=rf"family mtp; received {head.family}"):
+    with pytest.raises(UserError, match=rf"family mtp.*received head\.family={head.family};"):
         export_head(head, toy_target, ExportConfig(), tmp_path / "out", {})
     assert not list(tmp_path.iterdir())
 
@@ -510,3 +511,52 @@ def test_a_medusa_head_drafts_and_trains_as_many_tokens_as_it_has_steps(
     config = TrainConfig(rollout_steps=2, loss={"kl": 1.0})
     with pytest.raises(UserError, match=r"rollout_steps must be 3.*received 2"):
         train(toy_target, head, store, store, config, Accelerator(cpu=True), tmp_path / "out")
+
+
+# --- warm start -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_warm_start_goes_on_from_a_checkpoint_of_another_target(
+    toy_target: Target, variant: str, tmp_path: Path
+) -> None:
+    head = make_variant(toy_target, variant)
+    save_checkpoint(tmp_path / "head", head, replace(card(toy_target, head), target_hash="another"))
+    with pytest.raises(UserError, match="own target"):
+        load_head(tmp_path / "head", toy_target)
+    again = warm_start(tmp_path / "head", toy_target, VARIANTS[variant])
+    expected = head.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in again.state_dict().items())
+    assert all(parameter.requires_grad for parameter in again.parameters())
+
+
+def test_a_warm_start_on_other_data_keeps_the_draft_vocabulary(
+    toy_target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DEFECTS 14: the rows of the lm_head go on meaning the same tokens, whatever the new counts would choose."""
+    first, other = torch.zeros(61), torch.zeros(61)
+    first[:10], other[5:25] = 1.0, 1.0
+    config = Eagle3Config(draft_vocabulary=8)
+    head = build_head(toy_target, config, counts_V=first)
+    save_checkpoint(tmp_path / "head", head, card(toy_target, head))
+    capsys.readouterr()
+    again = warm_start(tmp_path / "head", toy_target, config, other)
+    assert head.vocabulary is not None and again.vocabulary is not None
+    assert again.vocabulary.tolist() == head.vocabulary.tolist() == list(range(8))
+    assert "its 8 draft tokens cover 15.00% of the trained text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (EagleConfig(), "family mtp for eagle"),
+        (MtpConfig(hnorm=False), "received hnorm True for False"),
+    ],
+)
+def test_a_warm_start_from_a_head_of_other_options_is_refused(
+    toy_target: Target, tmp_path: Path, config: object, message: str
+) -> None:
+    head = make_variant(toy_target, "mtp")
+    save_checkpoint(tmp_path / "head", head, card(toy_target, head))
+    with pytest.raises(UserError, match=message):
+        warm_start(tmp_path / "head", toy_target, config)

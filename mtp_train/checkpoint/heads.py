@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mtp_train.core.errors import UserError
+from mtp_train.core.progress import say
 from mtp_train.core.provenance import (
     file_digest,
     read_json,
@@ -27,11 +28,16 @@ from mtp_train.core.provenance import (
 )
 from mtp_train.heads.base import DraftHead
 from mtp_train.heads.families import FAMILIES, make_head
-from mtp_train.heads.vocabulary import require_vocabulary
+from mtp_train.heads.vocabulary import coverage, require_vocabulary
 from mtp_train.models.target import Target
 
 TENSORS = "head.safetensors"
 CARD = "head.json"
+BEGINNINGS = (
+    "init",
+    "embedding_noise",
+    "draft_vocabulary",
+)  # options that a warm start has no use for
 
 
 @dataclass(frozen=True)
@@ -109,14 +115,53 @@ def read_card(folder: Path) -> HeadCard:
     return HeadCard(**value)
 
 
-def load_head(folder: Path, target: Target) -> tuple[DraftHead, HeadCard]:
-    """Load a head for `target`, in float32; every mismatch is an error that names it."""
+def warm_start(
+    folder: Path, target: Target, config: Any, counts_V: Tensor | None = None
+) -> DraftHead:
+    """A head to train further, of the configured family and options.
+
+    It may come from another target of the same sizes. Its draft vocabulary stays as it is, since its lm_head's rows
+    mean these tokens; how much of the new text it covers is said.
+
+    Args:
+        config: the family's dataclass; how a fresh head would begin does not matter.
+        counts_V: how often each token is trained.
+    """
+    head, card = load_head(folder, target, same_weights=False)
+    wanted, found = asdict(config), asdict(head.config)
+    differ = [
+        name
+        for name in wanted.keys() | found.keys()
+        if name not in BEGINNINGS and wanted.get(name) not in (found.get(name), [])
+    ]
+    if differ:
+        raise UserError(
+            "a warm start needs a head of the configured family and options",
+            ", ".join(
+                f"{name} {found.get(name)} for {wanted.get(name)}" for name in sorted(differ)
+            ),
+            "change the section head, or train.warm_start",
+        )
+    if head.vocabulary is not None and counts_V is not None:
+        share = coverage(head.vocabulary.cpu(), counts_V)
+        say(f"head: its {len(head.vocabulary)} draft tokens cover {share:.2%} of the trained text")
+    say(f"head: begins as {folder} after step {card.step}")
+    return head
+
+
+def load_head(
+    folder: Path, target: Target, *, same_weights: bool = True
+) -> tuple[DraftHead, HeadCard]:
+    """Load a head for `target`, in float32; every mismatch is an error that names it.
+
+    same_weights: the target must be the very one that the head was trained for.
+    """
     card = read_card(folder)
     if card.family not in FAMILIES:
         raise UserError(
             "a head's family must be one of " + ", ".join(FAMILIES), card.family, "update mtp_train"
         )
-    require_match(card, target)
+    require_match(card, target, same_weights=same_weights)
     if not (folder / TENSORS).is_file() or file_digest(folder / TENSORS) != card.sha256:
         raise UserError(
             "a head's tensors must be the bytes its card names",
@@ -130,7 +175,7 @@ def load_head(folder: Path, target: Target) -> tuple[DraftHead, HeadCard]:
     return head.to(target.device), card
 
 
-def require_match(card: HeadCard, target: Target) -> None:
+def require_match(card: HeadCard, target: Target, *, same_weights: bool = True) -> None:
     """Raise unless the head was trained for this target and this state."""
     for name, found, expected in (
         ("hidden_size", card.hidden_size, target.hidden_size),
@@ -138,7 +183,7 @@ def require_match(card: HeadCard, target: Target) -> None:
         ("state", card.state, target.state),
         ("target_hash", card.target_hash, target.hash),
     ):
-        if found != expected:
+        if found != expected and (same_weights or name != "target_hash"):
             raise UserError(
                 f"a head must be used with its own target ({name} {expected})",
                 found,

@@ -19,6 +19,7 @@ from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import folder_digest, read_json
 from mtp_train.engine.engine import EngineConfig
 from mtp_train.evaluate.stage import EvaluateConfig
+from mtp_train.export.mimo import not_held
 from mtp_train.export.stage import ExportConfig, require_servable
 from mtp_train.heads.families import family_of
 from mtp_train.models.target import (
@@ -103,13 +104,14 @@ class Job:
         )
         self.target_config: TargetConfig = self.section("target", TargetConfig)
         self.folder = RunFolder(Path(self.run.run))
-        require_servable(self.folder.root)
         for (
             name,
             cls,
         ) in SECTIONS.items():  # a mistake in the last stage's keys shows before the first one runs
             self.section(name, cls)
         self.head_config = self._head_config()
+        if not not_held(self.head_config):  # others are never served from the run folder
+            require_servable(self.folder.root)
         self._targets: dict[str, Target] = {}
         transformers_logging.disable_progress_bar()
         transformers_logging.set_verbosity_error()

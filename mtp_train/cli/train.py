@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 
-from mtp_train.checkpoint.heads import TENSORS
+from mtp_train.checkpoint.heads import TENSORS, read_card, warm_start
 from mtp_train.cli.job import PRECISIONS, Job
 from mtp_train.cli.main import guarded
 from mtp_train.cli.run_folder import run_stage
@@ -29,6 +30,7 @@ def stage(job: Job) -> None:
         before,
         job.target_inputs,
         job.config["precision"],
+        read_card(Path(config.warm_start)).sha256 if config.warm_start else "",
     ]
     ranks = launched_ranks()
     run_stage(
@@ -46,7 +48,11 @@ def _work(job: Job, config: TrainConfig, head_config: Any) -> Any:
     out = job.folder.stage("train")
     accelerator = _accelerator(job, out)
     target = job.target()
-    head = build_head(target, head_config, config.seed, counts_V)
+    head = (
+        warm_start(Path(config.warm_start), target, head_config, counts_V)
+        if config.warm_start
+        else build_head(target, head_config, config.seed, counts_V)
+    )
     states = tuple(dict.fromkeys((target.state, *head.states)))
     features, held_out = (
         FeatureStore(job.features(name), states, checked=True) for name in ("train", "heldout")

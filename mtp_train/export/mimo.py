@@ -120,21 +120,21 @@ def config(target: Target) -> dict[str, Any]:
 
 def require_head(head: DraftHead) -> MtpHead:
     """The head, if the layout holds its family and its norms; else a `UserError` that names what it can't hold."""
-    if not isinstance(head, MtpHead):
+    cannot = not_held(head.config)
+    if cannot or not isinstance(head, MtpHead):
         raise UserError(
-            "the MiMo-MTP layout holds heads of family mtp",
-            head.family,
-            "serve this head in mtp_train's engine, or train an mtp head",
-        )
-    norms = {name: getattr(head.config, name) for name in SWITCHES}
-    missing = [f"head.{name}=false" for name, there in norms.items() if not there]
-    if missing:
-        raise UserError(
-            "the MiMo-MTP layout holds heads with all norms, and engines always run them",
-            ", ".join(missing),
-            "train a head with them to serve it",
+            "the MiMo-MTP layout holds heads of family mtp with all norms: engines run each of them",
+            cannot,
+            "use this head in mtp_train's engine, or train one that the layout holds",
         )
     return head
+
+
+def not_held(config: Any) -> str:
+    """What of a head's configuration the layout can't hold; empty if it holds such heads."""
+    if config.family != MtpHead.family:
+        return f"head.family={config.family}"
+    return ", ".join(f"head.{name}=false" for name in SWITCHES if not getattr(config, name))
 
 
 def require_block(state: dict[str, Tensor]) -> None:

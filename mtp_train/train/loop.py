@@ -59,6 +59,7 @@ class TrainConfig:
         mean_over: tokens, or sequences: each trained token counts the same, or each sequence.
         loss_vocabulary: train on this many of the features' most frequent tokens, p and q renormalised there;
             0 is the whole vocabulary. Validation and the engine always use the whole.
+        warm_start: a head's checkpoint to begin from, of the same family and options; empty: a fresh head.
         learning_rate, warmup_steps, beta1, beta2, weight_decay, clip: AdamW, cosine to 2 % of the peak.
         validations: how often in the run the held-out features are measured.
         checkpoints: how often in the run a resumable checkpoint is written; the newest two are kept.
@@ -74,6 +75,7 @@ class TrainConfig:
     lk_eta: float = 3.0
     mean_over: str = "tokens"
     loss_vocabulary: int = 0
+    warm_start: str = ""
     learning_rate: float = 1e-3
     warmup_steps: int = 20
     beta1: float = 0.9
