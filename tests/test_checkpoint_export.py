@@ -154,7 +154,7 @@ def test_a_head_of_an_unknown_family_is_refused(toy_target: Target, tmp_path: Pa
     save_checkpoint(
         tmp_path / "head", trained(toy_target), replace(card(toy_target), family="unheard-of")
     )
-    with pytest.raises(UserError, match="family must be one of mtp; received unheard-of"):
+    with pytest.raises(UserError, match=r"family must be one of mtp, .*; received unheard-of"):
         load_head(tmp_path / "head", toy_target)
 
 

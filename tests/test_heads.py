@@ -179,7 +179,7 @@ def test_a_head_overfitted_on_the_prompts_accepts_nearly_everything(
     head = build_head(target, VARIANTS[variant], 0, counts)
     store = features(target, head, tmp_path / "features")
     config = TrainConfig(
-        epochs=150,
+        epochs=80,
         learning_rate=1e-2,
         decay=1.0,
         loss={"hard_ce": 1.0},

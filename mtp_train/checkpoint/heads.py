@@ -27,7 +27,7 @@ from mtp_train.core.provenance import (
     write_json,
 )
 from mtp_train.heads.base import DraftHead
-from mtp_train.heads.families import FAMILIES, make_head
+from mtp_train.heads.families import family_of, make_head
 from mtp_train.heads.vocabulary import coverage, require_vocabulary
 from mtp_train.models.target import Target
 
@@ -157,10 +157,7 @@ def load_head(
     same_weights: the target must be the very one that the head was trained for.
     """
     card = read_card(folder)
-    if card.family not in FAMILIES:
-        raise UserError(
-            "a head's family must be one of " + ", ".join(FAMILIES), card.family, "update mtp_train"
-        )
+    family_of(card.family)
     require_match(card, target, same_weights=same_weights)
     if not (folder / TENSORS).is_file() or file_digest(folder / TENSORS) != card.sha256:
         raise UserError(
