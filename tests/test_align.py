@@ -131,7 +131,9 @@ def make_pack(seed: int, first_seed: int) -> Pack:
     ]
     states = [torch.randn(rows, 32, generator=g) for rows, g in ((7, first), (9, second))]
     mask = torch.tensor([0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 1, 1, 1, 1, 1, 1])
-    return Pack(("one", "two"), (0, 7, 16), torch.cat(tokens), mask, torch.cat(states))
+    return Pack(
+        ("one", "two"), (0, 7, 16), torch.cat(tokens), mask, {"post_norm": torch.cat(states)}
+    )
 
 
 def per_document(loss: PackLoss, boundary: int) -> tuple[Tensor, Tensor]:
@@ -153,7 +155,13 @@ def test_changing_one_document_leaves_the_other_alone(toy_target: Target) -> Non
 def test_a_pack_gives_each_document_what_it_gets_alone(toy_target: Target) -> None:
     module = RolloutModule(build(toy_target, MtpConfig()), toy_target)
     pack = make_pack(1, first_seed=2)
-    alone = Pack(("two",), (0, 9), pack.token_T[7:], pack.loss_mask_T[7:], pack.hidden_TD[7:])
+    alone = Pack(
+        ("two",),
+        (0, 9),
+        pack.token_T[7:],
+        pack.loss_mask_T[7:],
+        {"post_norm": pack.states["post_norm"][7:]},
+    )
     together = per_document(module(pack, 3), 7)[1]
     loss = module(alone, 3)
     assert torch.allclose(together, per_document(loss, 0)[1], atol=1e-6)

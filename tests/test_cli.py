@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from mtp_train.cli.main import STAGES, dispatch, guarded
 from mtp_train.core.errors import UserError
 from mtp_train.engine.engine import EngineConfig
 from mtp_train.evaluate.stage import EvaluateConfig
+from mtp_train.heads.families import FAMILIES
 from mtp_train.models.target import Target
 from mtp_train.precompute import estimate
 from mtp_train.precompute.stage import PrecomputeConfig
@@ -639,6 +641,21 @@ def test_features_at_an_address(
     )
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_head_is_chosen_by_its_family(family: str) -> None:
+    """conf/head holds a file for each family and no other; it shows every option at its default."""
+    assert {path.stem for path in (conf_folder() / "head").glob("*.yaml")} == set(FAMILIES)
+    config = load_config(["target.path=x", f"head={family}"])
+    cls = FAMILIES[family].config
+    assert set(config["head"]) == set(cls.__dataclass_fields__)
+    assert section(config, "head", cls) == cls()
+    assert cls().family == family
+    states, terms = config["precompute"]["states"], config["train"]["loss"]
+    own_output = family in ("eagle3", "medusa")
+    assert states == (["post_norm", "eagle3"] if family == "eagle3" else ["post_norm"])
+    assert (terms["smooth_l1"] == 0) == own_output
+
+
 # --- the whole pipeline ---------------------------------------------------------------------------------------
 
 
@@ -944,3 +961,44 @@ def test_a_thread_count_is_obeyed(capsys: pytest.CaptureFixture[str], pipeline: 
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
+
+
+def test_an_eagle3_run_and_another_one_that_begins_from_its_head(
+    capsys: pytest.CaptureFixture[str], pipeline: Path, tmp_path: Path
+) -> None:
+    """Its states are captured, its vocabulary is chosen and kept, and what can't be exported is said first."""
+    folder = copied(pipeline, tmp_path)
+    shutil.rmtree(folder / "run" / "export")
+    options = ("head=eagle3", "head.draft_vocabulary=20")
+    assert guarded(lambda: dispatch("run", overrides(folder, *options))) == 0
+    said = capsys.readouterr().err
+    assert "no export, its layout can't hold head.family=eagle3" in said
+    assert re.search(r"\d+ draft tokens.* cover [\d.]+% of the trained text", said)
+    assert not (folder / "run" / "export").exists()
+    first, _ = load_head(
+        folder / "run" / "train" / "head", Target.load(folder / "target", "float32")
+    )
+    assert FeatureStore(folder / "run" / "precompute" / "train").states == (
+        "post_norm",
+        *first.states,
+    )
+    evaluation = json.loads((folder / "run" / "evaluate" / "evaluation.json").read_text())
+    assert evaluation["head"]["family"] == "eagle3" and evaluation["lossless"]["different"] == []
+    ours, theirs = (evaluation["validation"][name] for name in ("engine", "training"))
+    assert ours["alpha/1"] == pytest.approx(theirs["alpha/1"], abs=0.01)
+
+    kept = shutil.copytree(folder / "run" / "train" / "head", tmp_path / "kept")
+    warm = (*options, f"train.warm_start={kept}", "train.learning_rate=1e-5")
+    assert guarded(lambda: dispatch("train", overrides(folder, *warm))) == 0
+    said = capsys.readouterr().err
+    assert f"begins as {kept} after step" in said
+    again, _ = load_head(
+        folder / "run" / "train" / "head", Target.load(folder / "target", "float32")
+    )
+    assert first.vocabulary is not None and again.vocabulary is not None
+    assert torch.equal(first.vocabulary, again.vocabulary)
+    moved = max(
+        float((value - first.state_dict()[name]).abs().max())
+        for name, value in again.state_dict().items()
+    )
+    assert 0 < moved < 1e-3

@@ -31,6 +31,7 @@ class ScriptedProposer:
     """Drafts known tokens with chosen mistakes: never, always or sometimes accepted."""
 
     cache_layers = 0
+    states = ()
 
     def __init__(
         self, drafts: int, outputs: dict[tuple[int, ...], tuple[int, ...]], wrong: set[int]

@@ -90,8 +90,8 @@ def test_other_types_are_refused_by_name() -> None:
 def test_a_cast_head_keeps_its_rope_frequencies() -> None:
     """A head served in bfloat16 must turn as far as the head that was trained."""
     head = build(Target.from_config(toy_config()), MtpConfig())
-    frequencies = head.rotary.inv_freq.clone()
+    frequencies = head.rotary.inner.inv_freq.clone()
     head.to(torch.bfloat16)
     assert head.eh_proj.weight.dtype == torch.bfloat16
-    assert head.rotary.inv_freq.dtype == torch.float32
-    assert torch.equal(head.rotary.inv_freq, frequencies)
+    assert head.rotary.inner.inv_freq.dtype == torch.float32
+    assert torch.equal(head.rotary.inner.inv_freq, frequencies)

@@ -93,7 +93,7 @@ def test_neither_packing_nor_padding_nor_ranks_change_the_mean(
         (*one.offsets, one.offsets[-1] + padding.offsets[-1]),
         torch.cat([one.token_T, padding.token_T]),
         torch.cat([one.loss_mask_T, padding.loss_mask_T]),
-        torch.cat([one.hidden_TD, padding.hidden_TD]),
+        {"post_norm": torch.cat([one.states["post_norm"], padding.states["post_norm"]])},
     )
     loss, gradient = mean(one)
     for packs in (
@@ -205,7 +205,7 @@ def test_a_part_of_the_vocabulary_is_renormalised_in_training_and_whole_in_valid
     aligned = trained.rollout
     student = torch.stack([out[rows] for out, rows in zip(outs, aligned.source_SN, strict=True)])
     expected = reference.kl(
-        student, pack.hidden_TD[aligned.goal_N], toy_target.lm_head.weight[part]
+        student, pack.states["post_norm"][aligned.goal_N], toy_target.lm_head.weight[part]
     )
     valid = aligned.valid_SN
     torch.testing.assert_close(

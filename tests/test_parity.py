@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_attention import packed_states
+from head_variants import VARIANTS, make_variant
 
-from mtp_train.attention.packed import RolloutContext
+from mtp_train.attention.packed import PackedContext, RolloutContext
 from mtp_train.batches.align import rollout
-from mtp_train.engine import propose
 from mtp_train.engine.engine import Engine, EngineConfig
 from mtp_train.engine.propose import ChainProposer
 from mtp_train.engine.sequences import Request
 from mtp_train.evaluate.lossless import first_difference
 from mtp_train.evaluate.validation import engine_validation
-from mtp_train.heads.mtp import MtpConfig, build
 from mtp_train.models.target import Target
 from mtp_train.text.sources import Answer
 from mtp_train.train.step import head_states
@@ -28,11 +26,12 @@ def texts() -> list[torch.Tensor]:
     return [torch.randint(61, (length,), generator=generator) for length in (40, 23, 31)]
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_training_logits_equal_the_engines_at_draft_steps_1_to_3(
-    toy_target: Target, texts: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    toy_target: Target, texts: list[torch.Tensor], variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine follows scripted texts and drafts their very tokens, so that each chain's inputs are training's."""
-    head = build(toy_target, MtpConfig(init="random"))
+    head = make_variant(toy_target, variant)
     prompts = [5, 2, 9]
     recorded: list[torch.Tensor] = []
     served = Engine(
@@ -43,7 +42,7 @@ def test_training_logits_equal_the_engines_at_draft_steps_1_to_3(
     starts = [p - 1 for p in prompts]  # row of each sequence whose output is carried
     visited: list[tuple[int, int, int]] = []
 
-    def scripted(logits: torch.Tensor, *_: object) -> tuple[torch.Tensor, None]:
+    def scripted(_: ChainProposer, logits: torch.Tensor, *__: object) -> tuple[torch.Tensor, None]:
         if len(logits) != len(texts):
             return logits.argmax(-1), None
         step = len(recorded) % STEPS
@@ -61,9 +60,7 @@ def test_training_logits_equal_the_engines_at_draft_steps_1_to_3(
         Request(str(i), tuple(t[:p].tolist()), 12, script=tuple(t[p:].tolist()))
         for i, (t, p) in enumerate(zip(texts, prompts, strict=True))
     ]
-    prefill_choose = propose.choose
-    monkeypatch.setattr(propose, "choose", scripted)
-    monkeypatch.setattr("mtp_train.engine.engine.choose", prefill_choose)
+    monkeypatch.setattr(ChainProposer, "_choose", scripted)
     done = served.generate(requests)
     assert all(step.accepted == STEPS for completion in done for step in completion.steps), (
         "the drafts are the script"
@@ -72,11 +69,13 @@ def test_training_logits_equal_the_engines_at_draft_steps_1_to_3(
     offsets = [0, 40, 63, 94]
     tokens = torch.cat(texts)
     aligned = rollout(tokens, torch.ones_like(tokens), offsets, STEPS)
-    hidden = packed_states(toy_target, texts)
+    fused = head.fuse(captured_states(toy_target, texts, head.states))
     with torch.no_grad():
         outs = [
-            toy_target.logits(out)
-            for out in head_states(head, toy_target, hidden, aligned, RolloutContext(offsets))
+            head.logits(toy_target, out, step)
+            for step, out in enumerate(
+                head_states(head, toy_target, fused, aligned, RolloutContext(offsets))
+            )
         ]
     compared = 0
     for call, logits in enumerate(recorded):
@@ -89,22 +88,34 @@ def test_training_logits_equal_the_engines_at_draft_steps_1_to_3(
     assert compared >= 3 * STEPS * len(texts)
 
 
+def captured_states(
+    target: Target, texts: list[torch.Tensor], names: tuple[str, ...]
+) -> dict[str, torch.Tensor]:
+    """Named states of packed texts, the post-norm ones with them."""
+    offsets = [0, *torch.tensor([len(text) for text in texts]).cumsum(0).tolist()]
+    positions = torch.cat([torch.arange(len(text)) for text in texts])
+    with torch.no_grad():
+        return target.capture(
+            torch.cat(texts), positions, PackedContext(offsets), ("post_norm", *names)
+        )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_validation_through_the_engine_equals_the_trainers(
-    toy_target: Target, texts: list[torch.Tensor]
+    toy_target: Target, texts: list[torch.Tensor], variant: str
 ) -> None:
     from mtp_train.batches.pack import Pack
     from mtp_train.train.metrics import ValidationSums
     from mtp_train.train.step import RolloutModule
 
-    head = build(toy_target, MtpConfig(init="random"))
+    head = make_variant(toy_target, variant)
     answers = [
         Answer(str(i), "all", (), tuple(t[:7].tolist()), tuple(t[7:].tolist()), "stop")
         for i, t in enumerate(texts)
     ]
     mask = torch.cat([(torch.arange(len(t)) >= 7).long() for t in texts])
-    pack = Pack(
-        ("0", "1", "2"), (0, 40, 63, 94), torch.cat(texts), mask, packed_states(toy_target, texts)
-    )
+    states = captured_states(toy_target, texts, head.states)
+    pack = Pack(("0", "1", "2"), (0, 40, 63, 94), torch.cat(texts), mask, states)
     sums = ValidationSums(STEPS)
     with torch.no_grad():
         sums.add(RolloutModule(head, toy_target)(pack, STEPS, measure=True))

@@ -89,11 +89,14 @@ def make_store(
     target: Target,
     chats: Sequence[TokenizedConversation],
     rows_per_shard: int = 64,
+    states: Sequence[str] = ("post_norm",),
 ) -> FeatureStore:
     """The chats' features, by the precompute stage."""
-    config = PrecomputeConfig(rows_per_shard=rows_per_shard, rows_per_forward=32)
+    config = PrecomputeConfig(
+        rows_per_shard=rows_per_shard, rows_per_forward=32, states=list(states)
+    )
     accounting = Accounting(used=len(chats)).as_dict()
-    precompute(EngineStates(target), chats, config, folder, accounting, Ranks())
+    precompute(EngineStates(target, states), chats, config, folder, accounting, Ranks())
     return FeatureStore(folder)
 
 

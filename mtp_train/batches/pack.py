@@ -27,7 +27,7 @@ class Pack:
     offsets: tuple[int, ...]  # [documents + 1]
     token_T: Tensor  # int64
     loss_mask_T: Tensor  # int64
-    hidden_TD: Tensor  # the target's states, in the store's dtype
+    states: dict[str, Tensor]  # [T, D] each, the target's, in the store's dtype
 
 
 def epoch_packs(lengths: np.ndarray, rows: int, seed: int, epoch: int) -> list[list[int]]:
@@ -79,5 +79,8 @@ def make_pack(sequences: Sequence[FeatureSequence], device: torch.device) -> Pac
         offsets=(0, *accumulate(len(sequence.tokens) for sequence in sequences)),
         token_T=torch.cat([sequence.tokens for sequence in sequences]).to(device),
         loss_mask_T=torch.cat([sequence.loss_mask for sequence in sequences]).to(device),
-        hidden_TD=torch.cat([sequence.hidden for sequence in sequences]).to(device),
+        states={
+            name: torch.cat([sequence.states[name] for sequence in sequences]).to(device)
+            for name in sequences[0].states
+        },
     )

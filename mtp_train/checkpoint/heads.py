@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mtp_train.core.errors import UserError
+from mtp_train.core.progress import say
 from mtp_train.core.provenance import (
     file_digest,
     read_json,
@@ -25,17 +26,29 @@ from mtp_train.core.provenance import (
     versions,
     write_json,
 )
-from mtp_train.heads.mtp import MtpHead
+from mtp_train.heads.base import DraftHead
+from mtp_train.heads.families import family_of, make_head
+from mtp_train.heads.vocabulary import coverage, require_vocabulary
 from mtp_train.models.target import Target
 
 TENSORS = "head.safetensors"
 CARD = "head.json"
-FAMILIES = {"mtp": MtpHead}
+BEGINNINGS = (
+    "init",
+    "embedding_noise",
+    "draft_vocabulary",
+)  # options that a warm start has no use for
 
 
 @dataclass(frozen=True)
 class HeadCard:
-    """What a checkpoint says of itself."""
+    """What a checkpoint says of itself.
+
+    Attributes:
+        state: the target state that its lm_head reads.
+        config: how it was trained.
+        head: how it is made: the fields of its family's dataclass. `save_checkpoint` fills it in, and the hash.
+    """
 
     family: str
     target_hash: str
@@ -46,11 +59,12 @@ class HeadCard:
     sha256: str = ""  # of the tensor file
     config: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=versions)
+    head: dict[str, Any] = field(default_factory=dict)  # empty: the family's defaults
 
 
 def save_checkpoint(
     folder: Path,
-    head: MtpHead,
+    head: DraftHead,
     card: HeadCard,
     extra: dict[str, dict[str, Tensor]] | None = None,
     notes: dict[str, Any] | None = None,
@@ -65,7 +79,7 @@ def save_checkpoint(
     shutil.rmtree(temporary, ignore_errors=True)
     require_writable(temporary)
     tensors = {
-        name: tensor.detach().float().cpu().contiguous()
+        name: (tensor.float() if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
         for name, tensor in head.state_dict().items()
     }
     save_file(tensors, temporary / TENSORS)
@@ -75,7 +89,8 @@ def save_checkpoint(
         )
     for name, value in (notes or {}).items():
         write_json(temporary / name, value)
-    write_json(temporary / CARD, asdict(card) | {"sha256": file_digest(temporary / TENSORS)})
+    own = {"sha256": file_digest(temporary / TENSORS), "head": asdict(head.config)}
+    write_json(temporary / CARD, asdict(card) | own)
     for path in temporary.glob("*.safetensors"):
         usual_mode(path)
     shutil.rmtree(folder, ignore_errors=True)
@@ -89,33 +104,75 @@ def read_card(folder: Path) -> HeadCard:
             f"a head checkpoint must hold {CARD}", folder, "run train, or name the folder it wrote"
         )
     value = read_json(folder / CARD)
-    if not isinstance(value, dict) or set(value) != {item.name for item in fields(HeadCard)}:
+    known = {
+        item.name: item.default is item.default_factory is MISSING for item in fields(HeadCard)
+    }
+    needed = {name for name, required in known.items() if required}
+    if not isinstance(value, dict) or not needed <= set(value) <= set(known):
         raise UserError(
             "a head's card must hold its fields", folder / CARD, "use another checkpoint"
         )
     return HeadCard(**value)
 
 
-def load_head(folder: Path, target: Target) -> tuple[MtpHead, HeadCard]:
-    """Load a head for `target`, in float32; every mismatch is an error that names it."""
-    card = read_card(folder)
-    if card.family not in FAMILIES:
+def warm_start(
+    folder: Path, target: Target, config: Any, counts_V: Tensor | None = None
+) -> DraftHead:
+    """A head to train further, of the configured family and options.
+
+    It may come from another target of the same sizes. Its draft vocabulary stays as it is, since its lm_head's rows
+    mean these tokens; how much of the new text it covers is said.
+
+    Args:
+        config: the family's dataclass; how a fresh head would begin does not matter.
+        counts_V: how often each token is trained.
+    """
+    head, card = load_head(folder, target, same_weights=False)
+    wanted, found = asdict(config), asdict(head.config)
+    differ = [
+        name
+        for name in wanted.keys() | found.keys()
+        if name not in BEGINNINGS and wanted.get(name) not in (found.get(name), [])
+    ]
+    if differ:
         raise UserError(
-            "a head's family must be one of " + ", ".join(FAMILIES), card.family, "update mtp_train"
+            "a warm start needs a head of the configured family and options",
+            ", ".join(
+                f"{name} {found.get(name)} for {wanted.get(name)}" for name in sorted(differ)
+            ),
+            "change the section head, or train.warm_start",
         )
-    require_match(card, target)
+    if head.vocabulary is not None and counts_V is not None:
+        share = coverage(head.vocabulary.cpu(), counts_V)
+        say(f"head: its {len(head.vocabulary)} draft tokens cover {share:.2%} of the trained text")
+    say(f"head: begins as {folder} after step {card.step}")
+    return head
+
+
+def load_head(
+    folder: Path, target: Target, *, same_weights: bool = True
+) -> tuple[DraftHead, HeadCard]:
+    """Load a head for `target`, in float32; every mismatch is an error that names it.
+
+    same_weights: the target must be the very one that the head was trained for.
+    """
+    card = read_card(folder)
+    family_of(card.family)
+    require_match(card, target, same_weights=same_weights)
     if not (folder / TENSORS).is_file() or file_digest(folder / TENSORS) != card.sha256:
         raise UserError(
             "a head's tensors must be the bytes its card names",
             folder / TENSORS,
             "restore the file from a backup",
         )
-    head = FAMILIES[card.family](target)
+    head = make_head(target, {"family": card.family} | card.head)
     head.load_state_dict(load_tensors(folder / TENSORS, head.state_dict()))
+    if head.vocabulary is not None:
+        require_vocabulary(head.vocabulary, target.vocab_size)
     return head.to(target.device), card
 
 
-def require_match(card: HeadCard, target: Target) -> None:
+def require_match(card: HeadCard, target: Target, *, same_weights: bool = True) -> None:
     """Raise unless the head was trained for this target and this state."""
     for name, found, expected in (
         ("hidden_size", card.hidden_size, target.hidden_size),
@@ -123,7 +180,7 @@ def require_match(card: HeadCard, target: Target) -> None:
         ("state", card.state, target.state),
         ("target_hash", card.target_hash, target.hash),
     ):
-        if found != expected:
+        if found != expected and (same_weights or name != "target_hash"):
             raise UserError(
                 f"a head must be used with its own target ({name} {expected})",
                 found,

@@ -19,8 +19,9 @@ from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import folder_digest, read_json
 from mtp_train.engine.engine import EngineConfig
 from mtp_train.evaluate.stage import EvaluateConfig
+from mtp_train.export.mimo import not_held
 from mtp_train.export.stage import ExportConfig, require_servable
-from mtp_train.heads.mtp import MtpConfig
+from mtp_train.heads.families import family_of
 from mtp_train.models.target import (
     Target,
     load_tokenizer,
@@ -91,7 +92,6 @@ SECTIONS: dict[str, type[Any]] = {
     "data": DataConfig,
     "plan": PlanConfig,
     "precompute": PrecomputeConfig,
-    "head": MtpConfig,
     "train": TrainConfig,
     "engine": EngineConfig,
     "evaluate": EvaluateConfig,
@@ -111,12 +111,14 @@ class Job:
         )
         self.target_config: TargetConfig = self.section("target", TargetConfig)
         self.folder = RunFolder(Path(self.run.run))
-        require_servable(self.folder.root)
         for (
             name,
             cls,
         ) in SECTIONS.items():  # a mistake in the last stage's keys shows before the first one runs
             self.section(name, cls)
+        self.head_config = self._head_config()
+        if not not_held(self.head_config):  # others are never served from the run folder
+            require_servable(self.folder.root)
         self._targets: dict[str, Target] = {}
         transformers_logging.disable_progress_bar()
         transformers_logging.set_verbosity_error()
@@ -125,6 +127,10 @@ class Job:
 
     def section(self, name: str, cls: type[Any]) -> Any:
         return section(self.config, name, cls)
+
+    def _head_config(self) -> Any:
+        """The dataclass of the section `head`, whose key `family` says which."""
+        return self.section("head", family_of(self.config["head"].get("family")).config)
 
     @property
     def device(self) -> str:

@@ -52,8 +52,19 @@ def dispatch(name: str, overrides: list[str]) -> None:
     from mtp_train.cli.job import Job
 
     job = Job(overrides)
-    for stage in STAGES if name == "run" else (name,):
+    for stage in _whole_run(job) if name == "run" else (name,):
         command(stage).stage(job)
+
+
+def _whole_run(job: Any) -> tuple[str, ...]:
+    """All stages; a head that no layout holds is not exported, which is said before the work begins."""
+    from mtp_train.core.progress import say
+    from mtp_train.export.mimo import not_held
+
+    if cannot := not_held(job.head_config):
+        say(f"run: there will be no export, its layout can't hold {cannot}")
+        return tuple(stage for stage in STAGES if stage != "export")
+    return STAGES
 
 
 def command(name: str) -> Any:

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 
-from mtp_train.checkpoint.heads import TENSORS
+from mtp_train.checkpoint.heads import TENSORS, read_card, warm_start
 from mtp_train.cli.job import PRECISIONS, Job
 from mtp_train.cli.main import guarded
 from mtp_train.cli.run_folder import run_stage
 from mtp_train.core.dist import launched_ranks
 from mtp_train.core.provenance import file_digest
-from mtp_train.heads.mtp import MtpConfig, build
-from mtp_train.models.target import Target
+from mtp_train.heads.families import build_head
 from mtp_train.store.shards import FeatureStore
 from mtp_train.train.loop import TrainConfig, train
 
 
 def stage(job: Job) -> None:
     config: TrainConfig = job.section("train", TrainConfig)
-    head_config: MtpConfig = job.section("head", MtpConfig)
+    head_config = job.head_config
     before = job.folder.require("precompute")["outputs"]
     inputs = [
         asdict(config),
@@ -30,6 +30,7 @@ def stage(job: Job) -> None:
         before,
         job.target_inputs,
         job.config["precision"],
+        read_card(Path(config.warm_start)).sha256 if config.warm_start else "",
     ]
     ranks = launched_ranks()
     run_stage(
@@ -42,17 +43,23 @@ def stage(job: Job) -> None:
     )
 
 
-def _work(job: Job, config: TrainConfig, head_config: MtpConfig) -> Any:
-    features, held_out = (
-        FeatureStore(job.features(name), [Target.state], checked=True)
-        for name in ("train", "heldout")
-    )
+def _work(job: Job, config: TrainConfig, head_config: Any) -> Any:
+    counts_V = FeatureStore(job.features("train")).token_counts(trained=True)
     out = job.folder.stage("train")
     accelerator = _accelerator(job, out)
     target = job.target()
+    head = (
+        warm_start(Path(config.warm_start), target, head_config, counts_V)
+        if config.warm_start
+        else build_head(target, head_config, config.seed, counts_V)
+    )
+    states = tuple(dict.fromkeys((target.state, *head.states)))
+    features, held_out = (
+        FeatureStore(job.features(name), states, checked=True) for name in ("train", "heldout")
+    )
     train(
         target,
-        build(target, head_config, config.seed),
+        head,
         features,
         held_out,
         config,

@@ -261,8 +261,8 @@ class _Run:
         token_T = self._tensor([token for sequence in joining for token in sequence.tokens])
         last_B = plan.last_rows()
         with self.clock("target"):
-            state_TD = self._target_rows(token_T, plan)
-            logits_BV = self.target.logits(state_TD[last_B])
+            states = self._target_rows(token_T, plan)
+            logits_BV = self.target.logits(states[self.target.state][last_B])
         with self.clock("sampling"):
             first_B, _ = choose(logits_BV, self.sampling, self._random(joining))
         first_B = self._scripted(first_B.unsqueeze(1), joining).squeeze(1)
@@ -270,7 +270,7 @@ class _Run:
             self.engine.cache,
             plan,
             next_tokens(token_T, last_B, first_B),
-            state_TD,
+            states,
             last_B,
             self.clock,
         )
@@ -292,15 +292,15 @@ class _Run:
             else torch.cat([known_B.unsqueeze(1), draft.token_BK], dim=1)
         )
         with self.clock("target"):
-            state_TD = self._target_rows(row_BR.flatten(), plan)
-            logits_BRV = self.target.logits(state_TD).unflatten(0, row_BR.shape)
+            states = self._target_rows(row_BR.flatten(), plan)
+            logits_BRV = self.target.logits(states[self.target.state]).unflatten(0, row_BR.shape)
         with self.clock("sampling"):
             accepted_B, following_B = self._verify(row_BR[:, 1:], draft, logits_BRV)
         if drafts:
             row_B = torch.arange(len(newest), device=accepted_B.device) * (drafts + 1) + accepted_B
             next_BR = verified_tokens(row_BR[:, 1:], accepted_B, following_B)
             self.carry = self.proposer.observe(
-                self.engine.cache, plan, next_BR.flatten(), state_TD, row_B, self.clock
+                self.engine.cache, plan, next_BR.flatten(), states, row_B, self.clock
             )
         self._commit(row_BR[:, 1:], accepted_B, following_B)
         self.steps += 1
@@ -353,10 +353,11 @@ class _Run:
                 sequence.steps.append(DraftStep(tuple(drafted), accepted))
             sequence.commit([*drafted[:accepted], following])
 
-    def _target_rows(self, token_T: Tensor, plan: BatchPlan) -> Tensor:
-        return self.target.forward(
-            token_T, plan.positions, PagedContext.of(self.engine.cache, plan)
-        )
+    def _target_rows(self, token_T: Tensor, plan: BatchPlan) -> dict[str, Tensor]:
+        """The post-norm states and those that the proposer is shown, by name."""
+        names = dict.fromkeys((self.target.state, *self.proposer.states))
+        context = PagedContext.of(self.engine.cache, plan)
+        return self.target.capture(token_T, plan.positions, context, tuple(names))
 
     def _plan(self, sequences: list[Sequence], starts: list[int], rows: list[int]) -> BatchPlan:
         pages = [sequence.pages for sequence in sequences]

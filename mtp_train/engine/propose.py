@@ -2,20 +2,22 @@
 
 Knows neither requests nor verification; the engine plans the batch.
 
-Shapes: T rows, B sequences, K drafts, D hidden width, V vocabulary.
+Shapes: T rows, B sequences, K drafts, D hidden width, V vocabulary, U the head's own vocabulary.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from mtp_train.attention.paged import BatchPlan, PagedContext, PagedKV
+from mtp_train.core.errors import UserError
 from mtp_train.engine.clock import Clock
 from mtp_train.engine.sampling import Randomness, Sampling, draw, probabilities
+from mtp_train.heads.base import DraftHead
 from mtp_train.models.target import Target
 
 
@@ -24,15 +26,15 @@ class Carry:
     """What a proposer keeps per sequence between steps: the head's output at the newest verified row."""
 
     state_BD: Tensor
-    logits_BV: Tensor
+    logits_BU: Tensor
 
     def select(self, keep: list[int]) -> Carry:
         index = torch.tensor(keep, dtype=torch.int64, device=self.state_BD.device)
-        return Carry(self.state_BD[index], self.logits_BV[index])
+        return Carry(self.state_BD[index], self.logits_BU[index])
 
     def join(self, other: Carry) -> Carry:
         return Carry(
-            torch.cat([self.state_BD, other.state_BD]), torch.cat([self.logits_BV, other.logits_BV])
+            torch.cat([self.state_BD, other.state_BD]), torch.cat([self.logits_BU, other.logits_BU])
         )
 
 
@@ -47,13 +49,14 @@ class Draft:
 class Proposer(Protocol):
     drafts: int  # K, 0 for plain decoding
     cache_layers: int  # layers it needs in the paged cache, after the target's
+    states: tuple[str, ...]  # target states that it is shown, by name
 
     def observe(
         self,
         cache: PagedKV,
         plan: BatchPlan,
         next_T: Tensor,
-        state_TD: Tensor,
+        states: dict[str, Tensor],
         row_B: Tensor,
         clock: Clock,
     ) -> Carry | None:
@@ -81,13 +84,14 @@ class NoProposer:
 
     drafts = 0
     cache_layers = 0
+    states: tuple[str, ...] = ()
 
     def observe(
         self,
         cache: PagedKV,
         plan: BatchPlan,
         next_T: Tensor,
-        state_TD: Tensor,
+        states: dict[str, Tensor],
         row_B: Tensor,
         clock: Clock,
     ) -> None:
@@ -106,14 +110,21 @@ class NoProposer:
 
 
 class ChainProposer:
-    """A recurrent head drafts a chain: its own output state and token are the next step's input."""
+    """A head drafts a chain: its own output state and token are the next step's input.
 
-    cache_layers = 1
+    Raises:
+        UserError: more drafts than the head has steps.
+    """
 
-    def __init__(self, target: Target, head: Any, drafts: int) -> None:
+    def __init__(self, target: Target, head: DraftHead, drafts: int) -> None:
         assert drafts >= 1, "a chain drafts at least one token"
+        if head.steps is not None and drafts > head.steps:
+            rule = f"a {head.family} head drafts {head.steps} tokens at most, as it was trained"
+            raise UserError(rule, drafts, "lower the number of drafts")
         self.target = target
         self.head = head.to(target.dtype).eval().requires_grad_(False)
+        self.cache_layers = head.cache_layers
+        self.states = head.states
         self.drafts = drafts
 
     def observe(
@@ -121,15 +132,15 @@ class ChainProposer:
         cache: PagedKV,
         plan: BatchPlan,
         next_T: Tensor,
-        state_TD: Tensor,
+        states: dict[str, Tensor],
         row_B: Tensor,
         clock: Clock,
     ) -> Carry:
         with clock("head"):
-            out_TD = self._rows(cache, plan, next_T, state_TD)
+            out_TD = self._rows(cache, plan, next_T, self.head.fuse(states))
             state_BD = out_TD[row_B]
         with clock("lm_head of the head"):
-            return Carry(state_BD, self.target.logits(state_BD))
+            return Carry(state_BD, self.head.logits(self.target, state_BD, 0))
 
     def propose(
         self,
@@ -142,10 +153,10 @@ class ChainProposer:
     ) -> Draft:
         assert carry is not None, "observe before propose"
         tokens, dists = [], []
-        state_BD, logits_BV = carry.state_BD, carry.logits_BV
+        state_BD, logits_BU = carry.state_BD, carry.logits_BU
         for step in range(self.drafts):
             with clock("sampling"):
-                token_B, p_BV = choose(logits_BV, sampling, random)
+                token_B, p_BV = self._choose(logits_BU, sampling, random)
             tokens.append(token_B)
             dists.append(p_BV)
             if step == self.drafts - 1:
@@ -153,11 +164,24 @@ class ChainProposer:
             with clock("head"):
                 state_BD = self._rows(cache, plans[step], token_B, state_BD)
             with clock("lm_head of the head"):
-                logits_BV = self.target.logits(state_BD)
+                logits_BU = self.head.logits(self.target, state_BD, step + 1)
         stacked = (
             None if sampling.greedy else torch.stack([p for p in dists if p is not None], dim=1)
         )
         return Draft(torch.stack(tokens, dim=1), stacked)
+
+    def _choose(
+        self, logits_BU: Tensor, sampling: Sampling, random: Randomness
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `choose`, in the target's vocabulary: what the head can't draft has chance 0."""
+        token_B, p_BU = choose(logits_BU, sampling, random)
+        vocabulary_U = self.head.vocabulary
+        if vocabulary_U is None:
+            return token_B, p_BU
+        if p_BU is None:
+            return vocabulary_U[token_B], None
+        p_BV = p_BU.new_zeros(len(p_BU), self.target.vocab_size)
+        return vocabulary_U[token_B], p_BV.index_copy_(1, vocabulary_U, p_BU)
 
     def _rows(self, cache: PagedKV, plan: BatchPlan, token_T: Tensor, state_TD: Tensor) -> Tensor:
         return self.head(

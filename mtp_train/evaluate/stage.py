@@ -25,6 +25,7 @@ from mtp_train.evaluate.acceptance import acceptance
 from mtp_train.evaluate.examples import example
 from mtp_train.evaluate.lossless import compare, transformers_greedy
 from mtp_train.evaluate.validation import engine_validation
+from mtp_train.heads.base import DraftHead
 from mtp_train.models.target import Target
 from mtp_train.text.sources import Answer
 
@@ -92,7 +93,7 @@ def prompt_set(
 
 def measure_acceptance(
     target: Target,
-    head: torch.nn.Module,
+    head: DraftHead,
     sets: Sequence[PromptSet],
     config: EvaluateConfig,
     engine_config: EngineConfig,
@@ -121,7 +122,7 @@ def measure_acceptance(
 
 def measure_lossless(
     target: Target,
-    head: torch.nn.Module,
+    head: DraftHead,
     sets: Sequence[PromptSet],
     config: EvaluateConfig,
     engine_config: EngineConfig,
@@ -158,7 +159,7 @@ def measure_lossless(
 
 
 def measure_speed(
-    target: Target, head: torch.nn.Module, requests: Sequence[Request], config: EvaluateConfig
+    target: Target, head: DraftHead, requests: Sequence[Request], config: EvaluateConfig
 ) -> dict[str, Any]:
     """Plain and speculative decoding of the same prompts, one at a time, in turn; k = 1 .. drafts."""
     small = EngineConfig(max_batch=1, cache_rows=8192)
@@ -201,7 +202,7 @@ def make_examples(
 
 
 def validation_figures(
-    target: Target, head: torch.nn.Module, prompts: PromptSet, training: dict[str, float]
+    target: Target, head: DraftHead, prompts: PromptSet, training: dict[str, float]
 ) -> dict[str, dict[str, float]]:
     """The first draft's validation figures through the engine, beside the trainer's own."""
     served = copy.deepcopy(head).to(target.dtype).eval()

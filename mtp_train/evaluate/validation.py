@@ -1,6 +1,6 @@
 """Validation loss through the engine: its paged target and its head, in the dtype that serves. No training code.
 
-Shapes: L tokens of one sequence, D hidden width, V vocabulary.
+Shapes: L tokens of one sequence, N rows that speak of the answer, D hidden width, V vocabulary, U the head's.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mtp_train.attention.paged import PagedContext, PagedKV, plan_batch
 from mtp_train.batches.align import answer_rows, next_tokens
+from mtp_train.heads.base import DraftHead
 from mtp_train.models.target import Target
 from mtp_train.text.sources import Answer
 
@@ -20,7 +21,7 @@ PAGE = 16
 
 @torch.inference_mode()
 def engine_validation(
-    target: Target, head: torch.nn.Module, answers: Sequence[Answer]
+    target: Target, head: DraftHead, answers: Sequence[Answer]
 ) -> dict[str, float]:
     """Mean KL, alpha and agreement of the first draft over the answers' tokens, as `train` names them."""
     totals = torch.zeros(3, dtype=torch.float64)
@@ -33,7 +34,7 @@ def engine_validation(
     return dict(zip(("kl/1", "alpha/1", "agree/1"), means, strict=True))
 
 
-def _first_draft(target: Target, head: torch.nn.Module, answer: Answer) -> Tensor:
+def _first_draft(target: Target, head: DraftHead, answer: Answer) -> Tensor:
     """KL, alpha and agreement at each row that predicts a token of the answer [3, rows].
 
     The target reads the sequence over its paged cache, the head the same rows under the same plan; the head's row p
@@ -43,7 +44,7 @@ def _first_draft(target: Target, head: torch.nn.Module, answer: Answer) -> Tenso
     rows = len(token_L)
     pages = [list(range(-(-rows // PAGE)))]
     cache = PagedKV(
-        target.layers + 1,
+        target.layers + head.cache_layers,
         len(pages[0]),
         PAGE,
         target.kv_heads,
@@ -53,12 +54,23 @@ def _first_draft(target: Target, head: torch.nn.Module, answer: Answer) -> Tenso
     )
     plan = plan_batch(pages, [0], [rows], PAGE, target.device)
     context = PagedContext.of(cache, plan)
-    state_LD = target.forward(token_L, plan.positions, context)
+    names = tuple(dict.fromkeys((target.state, *head.states)))
+    states = target.capture(token_L, plan.positions, context, names)
+    state_LD = states[target.state]
     following = next_tokens(token_L, plan.last_rows(), token_L[-1:])
-    out_LD = head(target.embed(following), state_LD, plan.positions, context)
+    out_LD = head(target.embed(following), head.fuse(states), plan.positions, context)
     goals, sources = answer_rows(len(answer.prompt_ids), rows)
     p = torch.softmax(target.logits(state_LD[goals]).float(), dim=-1)
-    log_q = torch.log_softmax(target.logits(out_LD[sources]).float(), dim=-1)
-    q = log_q.exp()
-    kl = torch.special.xlogy(p, p).sum(-1) - (p * log_q).sum(-1)
-    return torch.stack([kl, torch.minimum(p, q).sum(-1), (p.argmax(-1) == q.argmax(-1)).float()])
+    log_q = torch.log_softmax(head.logits(target, out_LD[sources], 0).float(), dim=-1)
+    return _compare(p, log_q, head.vocabulary)
+
+
+def _compare(p_NV: Tensor, log_q_NU: Tensor, vocabulary_U: Tensor | None) -> Tensor:
+    """KL, alpha and agreement [3, N]; q has chance 0 outside its vocabulary, and the KL is over that part alone."""
+    q, choice, part = log_q_NU.exp(), log_q_NU.argmax(-1), p_NV
+    if vocabulary_U is not None:
+        choice, part = vocabulary_U[choice], p_NV[:, vocabulary_U]
+    within = part / part.sum(-1, keepdim=True)
+    kl = torch.special.xlogy(within, within).sum(-1) - (within * log_q_NU).sum(-1)
+    agree = p_NV.argmax(-1) == choice
+    return torch.stack([kl, torch.minimum(part, q).sum(-1), agree.float()])

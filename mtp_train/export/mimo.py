@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mtp_train.core.errors import UserError
+from mtp_train.heads.base import DraftHead
 from mtp_train.heads.mtp import MtpHead
 from mtp_train.models.target import Target
 
@@ -27,6 +28,7 @@ NORMS = {
     "input_layernorm": "block.input_layernorm",
     "post_attention_layernorm": "block.post_attention_layernorm",
 }
+SWITCHES = ("enorm", "hnorm", "input_norm", "final_norm")  # of MtpConfig
 BLOCK = (
     "self_attn.q_proj.weight",
     "self_attn.k_proj.weight",
@@ -65,7 +67,7 @@ def names() -> dict[str, str]:
 
 def export_tensors(head: MtpHead, dtype: torch.dtype) -> dict[str, Tensor]:
     """The layout's tensors, complete: nothing missing, nothing else."""
-    ours = head.state_dict()
+    ours = require_head(head).state_dict()
     require_block(ours)
     tensors = {theirs: ours[mine] for theirs, mine in names().items()}
     tensors[f"{PREFIX}input_proj.weight"] = swap_halves(tensors[f"{PREFIX}input_proj.weight"])
@@ -114,6 +116,25 @@ def config(target: Target) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "dtype": str(target.dtype).removeprefix("torch."),
     }
+
+
+def require_head(head: DraftHead) -> MtpHead:
+    """The head, if the layout holds its family and its norms; else a `UserError` that names what it can't hold."""
+    cannot = not_held(head.config)
+    if cannot or not isinstance(head, MtpHead):
+        raise UserError(
+            "the MiMo-MTP layout holds heads of family mtp with all norms: engines run each of them",
+            cannot,
+            "use this head in mtp_train's engine, or train one that the layout holds",
+        )
+    return head
+
+
+def not_held(config: Any) -> str:
+    """What of a head's configuration the layout can't hold; empty if it holds such heads."""
+    if config.family != MtpHead.family:
+        return f"head.family={config.family}"
+    return ", ".join(f"head.{name}=false" for name in SWITCHES if not getattr(config, name))
 
 
 def require_block(state: dict[str, Tensor]) -> None:

@@ -28,7 +28,8 @@ from mtp_train.core.provenance import (
     write_text,
 )
 from mtp_train.export import mimo
-from mtp_train.heads.mtp import MtpHead
+from mtp_train.heads.base import DraftHead
+from mtp_train.heads.mtp import MtpConfig, MtpHead
 from mtp_train.models.target import Target
 
 FORMATS = ("mimo_mtp",)
@@ -64,13 +65,14 @@ class ExportConfig:
 
 
 def export_head(
-    head: MtpHead, target: Target, config: ExportConfig, out: Path, figures: dict[str, Any]
+    head: DraftHead, target: Target, config: ExportConfig, out: Path, figures: dict[str, Any]
 ) -> dict[str, float]:
     """Write `head` for serving to folder `out`; returns the reload check's largest differences.
 
     figures: what the model card shows of the evaluation.
     """
     require_servable(out)
+    head = mimo.require_head(head)
     temporary = out.with_name(f".{out.name}.part")
     shutil.rmtree(temporary, ignore_errors=True)
     require_writable(temporary)
@@ -98,7 +100,7 @@ def import_head(folder: Path, target: Target) -> MtpHead:
             folder,
             "see `mtp-train export` for the formats",
         )
-    head = MtpHead(target)
+    head = MtpHead(target, MtpConfig())
     mimo.import_tensors(load_file(folder / TENSORS), head)
     return head.to(target.device)
 
@@ -108,7 +110,7 @@ def reload_check(head: MtpHead, target: Target, folder: Path) -> dict[str, float
 
     Both run in the target's dtype, which the export is written in: the logits must be the same numbers.
     """
-    ours = MtpHead(target).to(target.device)
+    ours = MtpHead(target, head.config).to(target.device)
     ours.load_state_dict(head.state_dict())
     theirs = import_head(folder, target)
     differences: dict[str, float] = {}

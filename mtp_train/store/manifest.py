@@ -86,7 +86,7 @@ class Contract:
             raise UserError(
                 f"features must hold the states {', '.join(states)}",
                 ", ".join(self.states),
-                "run precompute again with these states",
+                "run precompute again with them in precompute.states",
             )
 
     def as_dict(self) -> dict[str, Any]:

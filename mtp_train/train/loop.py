@@ -31,7 +31,7 @@ from mtp_train.checkpoint.heads import (
 from mtp_train.core.errors import UserError
 from mtp_train.core.progress import progress, say
 from mtp_train.core.provenance import read_json
-from mtp_train.heads.mtp import MtpHead
+from mtp_train.heads.base import DraftHead
 from mtp_train.losses.terms import LossConfig, default_weights
 from mtp_train.losses.weights import denominator
 from mtp_train.models.target import Target
@@ -59,6 +59,7 @@ class TrainConfig:
         mean_over: tokens, or sequences: each trained token counts the same, or each sequence.
         loss_vocabulary: train on this many of the features' most frequent tokens, p and q renormalised there;
             0 is the whole vocabulary. Validation and the engine always use the whole.
+        warm_start: a head's checkpoint to begin from, of the same family and options; empty: a fresh head.
         learning_rate, warmup_steps, beta1, beta2, weight_decay, clip: AdamW, cosine to 2 % of the peak.
         validations: how often in the run the held-out features are measured.
         checkpoints: how often in the run a resumable checkpoint is written; the newest two are kept.
@@ -74,6 +75,7 @@ class TrainConfig:
     lk_eta: float = 3.0
     mean_over: str = "tokens"
     loss_vocabulary: int = 0
+    warm_start: str = ""
     learning_rate: float = 1e-3
     warmup_steps: int = 20
     beta1: float = 0.9
@@ -124,7 +126,7 @@ class Window:
 
 def train(
     target: Target,
-    head: MtpHead,
+    head: DraftHead,
     features: FeatureStore,
     held_out: FeatureStore,
     config: TrainConfig,
@@ -139,7 +141,7 @@ class _Trainer:
     def __init__(
         self,
         target: Target,
-        head: MtpHead,
+        head: DraftHead,
         features: FeatureStore,
         held_out: FeatureStore,
         config: TrainConfig,
@@ -149,7 +151,7 @@ class _Trainer:
         for store in (features, held_out):
             contract = store.manifest.contract
             contract.require(target_hash=target.hash, hidden_size=target.hidden_size)
-            contract.require_states(target.state)
+            contract.require_states(*dict.fromkeys((target.state, *head.states)))
         for name, store in (("features", features), ("held-out features", held_out)):
             if not store.manifest.loss_tokens:
                 raise UserError(
@@ -166,6 +168,7 @@ class _Trainer:
         optimizer = make_optimizer(
             head, config.learning_rate, (config.beta1, config.beta2), config.weight_decay
         )
+        self._require_fit()
         vocabulary = self._vocabulary() if config.loss_vocabulary else None
         # unwrapped: validates without other ranks
         self.own = RolloutModule(head, target, vocabulary, config.losses())
@@ -212,6 +215,20 @@ class _Trainer:
                 if self.step in save_at:
                     self._checkpoint()
         return self._finish()
+
+    def _require_fit(self) -> None:
+        """Refuse a configuration that this head can't be trained with."""
+        head, config = self.head, self.config
+        terms = ", ".join(config.losses().enabled("states"))
+        if terms and head.own_output() is not None:
+            rule = f"{terms}: states are compared only where the head shares the target's lm_head"
+            raise UserError(rule, head.family, "set these weights of train.loss to 0")
+        if config.loss_vocabulary and head.vocabulary is not None:
+            rule = "train.loss_vocabulary is for heads without a draft vocabulary of their own"
+            raise UserError(rule, config.loss_vocabulary, "set it to 0")
+        if head.steps is not None and config.rollout_steps != head.steps:
+            rule = f"train.rollout_steps must be {head.steps}, the draft steps of this {head.family} head"
+            raise UserError(rule, config.rollout_steps, "change either")
 
     def _vocabulary(self) -> torch.Tensor:
         """The most frequent tokens of the features, in the order of their ids."""
@@ -356,7 +373,7 @@ class _Trainer:
             newest = found[-1]
             card, note = read_card(newest), read_json(newest / "progress.json")
             if (
-                card.config != asdict(self.config)
+                (card.config, card.head) != (asdict(self.config), asdict(self.head.config))
                 or note["data_digest"] != self.features.manifest.contract.data_digest
                 or note["total"] != self.total
             ):

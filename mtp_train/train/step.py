@@ -8,7 +8,7 @@ Shapes: T rows, N goals, S draft steps, D hidden width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from mtp_train.attention.packed import RolloutContext
 from mtp_train.batches.align import Rollout, rollout
 from mtp_train.batches.pack import Pack
+from mtp_train.heads.base import DraftHead
 from mtp_train.losses.chunked import LossValues, label_rows
+from mtp_train.losses.part import part_acceptance
 from mtp_train.losses.terms import LossConfig, weighted_loss
 from mtp_train.losses.weights import goal_weights
 from mtp_train.models.target import Target
@@ -41,7 +43,7 @@ class RolloutModule(nn.Module):
 
     def __init__(
         self,
-        head: nn.Module,
+        head: DraftHead,
         target: Target,
         vocabulary_U: Tensor | None = None,
         loss: LossConfig | None = None,
@@ -52,31 +54,52 @@ class RolloutModule(nn.Module):
         self.loss = loss or LossConfig()
         self._target = [target]
         self._whole = target.lm_head.weight.detach()
-        self._vocabulary = vocabulary_U
-        self._part = self._whole if vocabulary_U is None else self._whole[vocabulary_U].contiguous()
+        self._vocabulary = vocabulary_U if head.vocabulary is None else head.vocabulary
+        self._part = (
+            self._whole if self._vocabulary is None else self._whole[self._vocabulary].contiguous()
+        )
 
     def forward(self, pack: Pack, steps: int, measure: bool = False) -> PackLoss:
-        """Roll out over `pack`; `measure` is for validation: alpha too, always over the whole vocabulary."""
+        """Roll out over `pack`; `measure` is for validation: alpha too, always over the whole vocabulary.
+
+        The kl of a head with a draft vocabulary is over that part, p renormalised: over the whole it is infinite.
+        """
         target = self._target[0]
         aligned = rollout(pack.token_T, pack.loss_mask_T, pack.offsets, steps)
-        outs = head_states(self.head, target, pack.hidden_TD, aligned, RolloutContext(pack.offsets))
+        outs = head_states(
+            self.head, target, self.head.fuse(pack.states), aligned, RolloutContext(pack.offsets)
+        )
         student = torch.stack(
             [
-                out_TD.index_select(0, source_N)
-                for out_TD, source_N in zip(outs, aligned.source_SN, strict=True)
+                self.head.readout(out_TD.index_select(0, source_N), step)
+                for step, (out_TD, source_N) in enumerate(zip(outs, aligned.source_SN, strict=True))
             ]
         ).float()
-        part = None if measure else self._vocabulary
+        teacher = pack.states[target.state][aligned.goal_N]
+        part = None if measure and self.head.vocabulary is None else self._vocabulary
+        own = self._own_output(part, steps)
         values = weighted_loss(
             self.loss,
             student,
-            pack.hidden_TD[aligned.goal_N],
+            teacher,
             self._whole if part is None else self._part,
             weight_SN=self._weights(aligned, pack),
             label_N=aligned.label_N if part is None else label_rows(aligned.label_N, part),
+            student_head=own,
             measure=measure,
         )
+        if measure and part is not None and own is not None:  # the head's own part
+            alpha_SN, agree_SN = part_acceptance(student, teacher, self._whole, own, part)
+            values = replace(values, alpha_SN=alpha_SN, agree_SN=agree_SN)
         return PackLoss(values, aligned)
+
+    def _own_output(self, part: Tensor | None, steps: int) -> Tensor | None:
+        """The head's own lm_head, its rows those of the loss."""
+        own = self.head.own_output()
+        if own is None:
+            return None
+        rows = own if own.ndim == 2 else own[:steps]
+        return rows if part is None or self.head.vocabulary is not None else rows[..., part, :]
 
     def _weights(self, aligned: Rollout, pack: Pack) -> Tensor:
         """Weight of each step and goal [S, N]; 0 where the goal has no row."""
@@ -86,11 +109,13 @@ class RolloutModule(nn.Module):
 
 
 def head_states(
-    head: nn.Module, target: Target, hidden_TD: Tensor, aligned: Rollout, context: RolloutContext
+    head: DraftHead, target: Target, state_TD: Tensor, aligned: Rollout, context: RolloutContext
 ) -> list[Tensor]:
-    """The head's output states at every step [T, D], rows indexed by where their chain starts."""
+    """The head's outputs at every step [T, D], rows indexed by where their chain starts.
+
+    state_TD: what enters the first step, `head.fuse` of the target's states.
+    """
     outs: list[Tensor] = []
-    state_TD = hidden_TD
     for token_T, position_T in zip(aligned.token_ST, aligned.position_ST, strict=True):
         state_TD = head(target.embed(token_T), state_TD, position_T, context)
         outs.append(state_TD)

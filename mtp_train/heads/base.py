@@ -1,0 +1,77 @@
+"""What training, engine and checkpoint need of any draft head: one forward, and what is read from it.
+
+    state = fuse(target's states)                     enters step 0
+    out_s = forward(embedding_s, state_s, position_s) state_0 = state, state_s+1 = out_s
+    logits_s = lm_head(readout(out_s, s))             of `vocabulary`, the target's lm_head or the head's own
+
+Knows no family: defaults here are those of a head that eats one state, feeds back what its lm_head reads and shares
+the target's. Shifts nothing.
+
+Shapes: T rows, N rows chosen from them, D hidden width, V the target's vocabulary, U the head's, S draft steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mtp_train.attention.interface import AttentionContext
+from mtp_train.models.target import POST_NORM, Target
+
+
+class DraftHead(nn.Module):
+    """One draft head.
+
+    Attributes:
+        family: its name in `families.FAMILIES`.
+        config: the family's dataclass, as the head was made: with it and the tensors, the head can be made again.
+        cache_layers: decoder layers that keep keys and values.
+        states: the target states that `fuse` takes.
+        steps: draft steps that the head has; None is any number.
+        vocabulary: int64 [U], sorted target ids that the head can draft; None is all of them.
+    """
+
+    family: ClassVar[str]
+    cache_layers: ClassVar[int] = 1
+    vocabulary: Tensor | None
+
+    def __init__(
+        self,
+        config: Any,
+        states: tuple[str, ...] = (POST_NORM,),
+        steps: int | None = None,
+        vocabulary_U: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.states = states
+        self.steps = steps
+        self.register_buffer("vocabulary", vocabulary_U)
+
+    def fuse(self, states: dict[str, Tensor]) -> Tensor:
+        """What enters the first step in place of a state [T, D]."""
+        return states[self.states[0]]
+
+    def forward(
+        self, embedding_TD: Tensor, state_TD: Tensor, position_T: Tensor, context: AttentionContext
+    ) -> Tensor:
+        """Of rows (x[p+1], state, p): what is fed back as the next step's state [T, D]."""
+        raise NotImplementedError
+
+    def readout(self, out_ND: Tensor, step: int) -> Tensor:
+        """What the lm_head of draft step `step` (from 0) reads of outputs [N, D]."""
+        return out_ND
+
+    def own_output(self) -> Tensor | None:
+        """The head's own lm_head [U, D], or one per step [S, U, D]; None: the target's frozen one."""
+        return None
+
+    def logits(self, target: Target, out_ND: Tensor, step: int) -> Tensor:
+        """Logits of draft step `step` [N, U]."""
+        read_ND = self.readout(out_ND, step)
+        own = self.own_output()
+        if own is None:
+            return target.logits(read_ND)
+        return torch.nn.functional.linear(read_ND, own if own.ndim == 2 else own[step])

@@ -1,0 +1,74 @@
+"""The `eagle` head: EAGLE-1/2 as published (arXiv 2401.15077, 2406.16858), the baseline without input and final norms.
+
+    x   = fc([e | h])       e: embedding of token x[p+1]; h: post-norm state H[p]
+    out = block(x)          block: the target's own decoder layer class without its input norm
+
+`out` predicts H[p+1] as it stands: it feeds the frozen lm_head and, while drafting, the next step's `h`. Engines do
+not zero the embedding at position 0 for this method, as they do for `mtp`.
+
+Knows no attention context's insides and shifts nothing.
+
+Shapes: T rows, D hidden width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from mtp_train.attention.interface import AttentionContext
+from mtp_train.heads.base import DraftHead
+from mtp_train.heads.block import Rotary, make_block, run_block, start_linears
+from mtp_train.heads.start import begin_as_last_layer, require_init
+from mtp_train.models.target import Target
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """How a fresh head begins.
+
+    Attributes:
+        init: `last_layer` or `random`, as for `mtp`: without norms `last_layer` begins near the same function.
+        embedding_noise: standard deviation of the embedding half of `fc` at the start, over sqrt(D).
+    """
+
+    family: str = "eagle"
+    init: str = "last_layer"
+    embedding_noise: float = 0.1
+
+    def __post_init__(self) -> None:
+        require_init(self.init)
+
+
+class EagleHead(DraftHead):
+    """One draft head. Build it with `build`; its parameters start in float32."""
+
+    family = "eagle"
+
+    def __init__(self, target: Target, config: EagleConfig) -> None:
+        super().__init__(config)
+        self.fc = nn.Linear(2 * target.hidden_size, target.hidden_size, bias=False)
+        self.block = make_block(target, input_norm=False)
+        self.rotary = Rotary(target)
+        self.float()
+
+    def forward(
+        self, embedding_TD: Tensor, state_TD: Tensor, position_T: Tensor, context: AttentionContext
+    ) -> Tensor:
+        """States [T, D] that predict the target's next ones, for rows (x[p+1], H[p], p)."""
+        rows_TD = self.fc(torch.cat([embedding_TD, state_TD], dim=-1).to(self.fc.weight.dtype))
+        return run_block(self.block, self.rotary, rows_TD, position_T, context)
+
+
+def build(target: Target, config: EagleConfig, seed: int = 0) -> EagleHead:
+    """A fresh head for `target`, in float32 on its device."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        head = EagleHead(target, config)
+        start_linears(head)
+        if config.init == "last_layer":
+            none = nn.Identity()
+            begin_as_last_layer(target, head.fc, none, head.block, none, config.embedding_noise)
+    return head.to(target.device)

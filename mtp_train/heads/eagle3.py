@@ -1,0 +1,184 @@
+"""The `eagle3` head: EAGLE-3 (arXiv 2503.01840) and, by options, 3.1.
+
+    h      = fc([g1 | g2 | g3])                   g: the residual streams of three layers; step 0 only
+    r      = h + attention([input_layernorm(e) | hidden_norm(h)])
+    out    = r + mlp(post_attention_layernorm(r))
+    logits = lm_head(norm(out))                   the head's own, over a draft vocabulary
+
+e is the embedding of token x[p+1]; `out` is the next step's h. 3.1 norms each g (`fc_norm`) and feeds norm(out) back
+(`norm_output`). The attention and the mlp are those of the target's own decoder layer class, queries, keys and values
+reading twice the width.
+
+Knows no attention context's insides and shifts nothing.
+
+Shapes: T rows, N rows chosen from them, D hidden width, U draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mtp_train.attention.interface import AttentionContext
+from mtp_train.core.errors import UserError
+from mtp_train.heads.base import DraftHead
+from mtp_train.heads.block import (
+    Rotary,
+    float_state,
+    make_block,
+    make_norm,
+    run_attention,
+    start_linears,
+)
+from mtp_train.heads.start import random_states, require_init, usual_length
+from mtp_train.heads.vocabulary import choose_vocabulary
+from mtp_train.models.target import Target, eagle3_states
+
+STATES = 3
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """How a head is made and how a fresh one begins.
+
+    Attributes:
+        init: `last_layer` begins as the target's last layer applied to the third state, with the target's own final
+            norm and lm_head rows; `random` does not.
+        embedding_noise: standard deviation of the embedding half of q, k and v at the start, over sqrt(D).
+        states: three of the target's states; none: the usual choice for its depth.
+        draft_vocabulary: so many of the most frequent trained tokens can be drafted; 0 is all of the vocabulary.
+        norm_before_residual: the residual is hidden_norm(h), not h.
+        fc_norm, norm_output: EAGLE-3.1.
+    """
+
+    family: str = "eagle3"
+    init: str = "last_layer"
+    embedding_noise: float = 0.1
+    states: list[str] = field(default_factory=list)
+    draft_vocabulary: int = 32000
+    norm_before_residual: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+    def __post_init__(self) -> None:
+        require_init(self.init)
+        if len(self.states) not in (0, STATES):
+            raise UserError(f"head.states must be {STATES} states or none", self.states, "name 3")
+        if self.draft_vocabulary < 0:
+            rule = "head.draft_vocabulary must be 0 or more"
+            raise UserError(rule, self.draft_vocabulary, "use 0 for the whole vocabulary")
+
+
+class Eagle3Head(DraftHead):
+    """One draft head. Build it with `build`; its parameters start in float32.
+
+    Args:
+        config: with its states named and the draft vocabulary as large as it really is.
+    """
+
+    family = "eagle3"
+
+    def __init__(self, target: Target, config: Eagle3Config) -> None:
+        size = config.draft_vocabulary
+        super().__init__(
+            config,
+            states=tuple(config.states),
+            vocabulary_U=torch.zeros(size, dtype=torch.int64) if size else None,
+        )
+        width = target.hidden_size
+        self.fc_norm: Any = nn.ModuleList(make_norm(target) for _ in range(STATES * config.fc_norm))
+        self.fc = nn.Linear(STATES * width, width, bias=False)
+        self.hidden_norm: Any = make_norm(target)
+        self.block: Any = make_block(target)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            old = getattr(self.block.self_attn, name)
+            wide = nn.Linear(2 * width, old.out_features, bias=old.bias is not None)
+            setattr(self.block.self_attn, name, wide)
+        self.norm: Any = make_norm(target)
+        self.lm_head = nn.Linear(width, size or target.vocab_size, bias=False)
+        self.rotary = Rotary(target)
+        self.float()
+
+    def fuse(self, states: dict[str, Tensor]) -> Tensor:
+        parts = [states[name] for name in self.states]
+        if self.config.fc_norm:
+            parts = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
+        fused: Tensor = self.fc(torch.cat(parts, dim=-1).to(self.fc.weight.dtype))
+        return fused
+
+    def forward(
+        self, embedding_TD: Tensor, state_TD: Tensor, position_T: Tensor, context: AttentionContext
+    ) -> Tensor:
+        """What the next step is fed [T, D], for rows (x[p+1], fused or own state, p)."""
+        normed_TD = self.hidden_norm(state_TD)
+        rows = torch.cat([self.block.input_layernorm(embedding_TD), normed_TD], dim=-1)
+        residual_TD = normed_TD if self.config.norm_before_residual else state_TD
+        residual_TD = residual_TD + run_attention(
+            self.block.self_attn, self.rotary, rows, position_T, context
+        )
+        out_TD: Tensor = residual_TD + self.block.mlp(
+            self.block.post_attention_layernorm(residual_TD)
+        )
+        return self.norm(out_TD) if self.config.norm_output else out_TD
+
+    def readout(self, out_ND: Tensor, step: int) -> Tensor:
+        return out_ND if self.config.norm_output else self.norm(out_ND)
+
+    def own_output(self) -> Tensor:
+        return self.lm_head.weight
+
+
+def build(
+    target: Target, config: Eagle3Config, seed: int = 0, counts_V: Tensor | None = None
+) -> Eagle3Head:
+    """A fresh head for `target`, in float32 on its device.
+
+    Args:
+        counts_V: how often each token is trained; the draft vocabulary is chosen by it.
+    """
+    size = config.draft_vocabulary
+    vocabulary_U = choose_vocabulary(counts_V, size) if size else None
+    settled = replace(
+        config,
+        states=config.states or list(eagle3_states(target.layers)),
+        draft_vocabulary=0 if vocabulary_U is None else len(vocabulary_U),
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        head = Eagle3Head(target, settled)
+        start_linears(head)
+        if vocabulary_U is not None and head.vocabulary is not None:
+            head.vocabulary.copy_(vocabulary_U)
+        if config.init == "last_layer":
+            _begin_as_last_layer(head, target)
+    return head.to(target.device)
+
+
+@torch.no_grad()
+def _begin_as_last_layer(head: Eagle3Head, target: Target) -> None:
+    """The third state goes through the target's last layer, final norm and lm_head.
+
+    hidden_norm gives it its usual length back, whether it is the residual or not; queries, keys and values undo that.
+    """
+    width = target.hidden_size
+    layer = float_state(target.base.layers[-1])
+    last = usual_length(random_states(target, head.states[-1:])[head.states[-1]])
+    head.fc.weight.zero_()
+    head.fc.weight[:, -width:] = torch.eye(width)
+    if head.config.fc_norm:
+        head.fc_norm[-1].weight.fill_(last)
+    head.hidden_norm.weight.fill_(last)
+    for name, value in layer.items():
+        mine = head.block.get_parameter(name)
+        if mine.shape == value.shape:
+            mine.copy_(value)
+        else:
+            noise = torch.randn(len(value), width) * head.config.embedding_noise / width**0.5
+            mine.copy_(torch.cat([noise, value * layer["input_layernorm.weight"] / last], dim=1))
+    head.block.input_layernorm.weight.fill_(1.0)
+    head.norm.load_state_dict(float_state(target.base.norm))
+    rows = target.lm_head.weight.float().cpu()
+    head.lm_head.weight.copy_(rows if head.vocabulary is None else rows[head.vocabulary])

@@ -1,0 +1,80 @@
+"""The head families by name. Knows no training and no engine.
+
+Shapes: V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import Tensor
+
+from mtp_train.core.errors import UserError
+from mtp_train.heads import eagle, eagle3, medusa, mtp
+from mtp_train.heads.base import DraftHead
+from mtp_train.models.target import Target
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family's configuration, its module (target, config), and a fresh head (target, config, seed, counts)."""
+
+    config: type[Any]
+    head: Callable[[Target, Any], DraftHead]
+    build: Callable[[Target, Any, int, Tensor | None], DraftHead]
+
+
+FAMILIES = {
+    "mtp": Family(
+        mtp.MtpConfig,
+        mtp.MtpHead,
+        lambda target, config, seed, _counts: mtp.build(target, config, seed),
+    ),
+    "eagle": Family(
+        eagle.EagleConfig,
+        eagle.EagleHead,
+        lambda target, config, seed, _counts: eagle.build(target, config, seed),
+    ),
+    "eagle3": Family(eagle3.Eagle3Config, eagle3.Eagle3Head, eagle3.build),
+    "medusa": Family(
+        medusa.MedusaConfig,
+        medusa.MedusaHead,
+        lambda target, config, _seed, _counts: medusa.build(target, config),
+    ),
+}
+
+
+def family_of(name: Any) -> Family:
+    """The family of that name; an unknown name is an error that lists those known."""
+    if name not in FAMILIES:
+        raise UserError(
+            "head.family must be one of " + ", ".join(FAMILIES), name, "choose one of them"
+        )
+    return FAMILIES[name]
+
+
+def build_head(
+    target: Target, config: Any, seed: int = 0, counts_V: Tensor | None = None
+) -> DraftHead:
+    """A fresh head of the config's family, in float32 on the target's device.
+
+    Args:
+        config: a family's dataclass.
+        counts_V: how often each token is trained; a draft vocabulary is chosen by it.
+    """
+    return family_of(config.family).build(target, config, seed, counts_V)
+
+
+def make_head(target: Target, settings: dict[str, Any]) -> DraftHead:
+    """A head with its tensors unset, on the CPU, of the settings that it was saved with: `asdict(head.config)`."""
+    family = family_of(settings["family"])
+    known = {item.name for item in fields(family.config)}
+    if not set(settings) <= known:
+        raise UserError(
+            f"a head of family {settings['family']} has the settings " + ", ".join(sorted(known)),
+            ", ".join(sorted(set(settings) - known)),
+            "update mtp_train, or use another checkpoint",
+        )
+    return family.head(target, family.config(**settings))

@@ -1,0 +1,135 @@
+"""Begin as the target's last layer applied once more to its own output, whichever norms the head has.
+
+H = x / rms(x) * w is the final norm's output, but the last layer expects the residual x. A head with all norms works
+on x: `hnorm` computes H / rms(H) * v, and v = r / w with r = typical rms(x) * rms(H) gives it x's direction and
+length. Where a norm is left out, what it would do to typical rows goes into the matrix beside it, so that such a
+head begins near the same function and a comparison shows the norm's worth, not that of a broken start:
+
+    no hnorm        the projection's state half is diag(a / w), a = typical rms(x), in place of the identity
+    no input norm   q, k and v read x, not x / rms(x) * u: their columns take u / a
+    no final norm   the output y must have H's length by itself: the block works on s x, s = w / typical rms(y), in
+                    place of x; what writes to the residual takes s, and the block's own norms undo it
+
+Knows which modules it is given, no head family.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mtp_train.attention.packed import PackedContext
+from mtp_train.core.errors import UserError
+from mtp_train.heads.block import float_state, nonzero, run_block
+from mtp_train.models.target import POST_NORM, PRE_NORM, Target
+
+INITS = ("last_layer", "random")
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Medians over the rows of a fixed random text, of root mean squares."""
+
+    before: Tensor  # of the residual x
+    after: Tensor  # of its norm H
+    product: Tensor  # of both
+    applied: Tensor  # of the last layer's output, applied once more to x
+
+
+@torch.no_grad()
+def begin_as_last_layer(
+    target: Target,
+    project: nn.Linear,
+    hnorm: Any,
+    block: Any,
+    final_norm: Any,
+    noise: float,
+) -> None:
+    """Set the modules of block([embedding | hnorm(state)] projected) with a norm at its end.
+
+    Args:
+        project: [D, 2D], embedding half first.
+        hnorm, final_norm: and the block's input norm: the identity where left out.
+        noise: standard deviation of the projection's embedding half, over sqrt(D).
+    """
+    width = target.hidden_size
+    layer = float_state(target.base.layers[-1])
+    block.load_state_dict({name: layer[name] for name in block.state_dict()})
+    project.weight[:, :width] = torch.randn(width, width) * noise / width**0.5
+    weight_D = nonzero(target.base.norm.weight.float().cpu())
+    usual = usual_lengths(target)
+    scale_D = torch.ones_like(weight_D) if has(final_norm) else weight_D / usual.applied
+    if has(hnorm):
+        project.weight[:, width:] = torch.eye(width)
+        hnorm.weight.copy_(scale_D * usual.product / weight_D)
+    else:
+        project.weight[:, width:] = torch.diag(scale_D * usual.before / weight_D)
+    if not has(block.input_layernorm):
+        _read_unnormed(block, layer["input_layernorm.weight"] / (scale_D * usual.before))
+    if has(final_norm):
+        final_norm.load_state_dict(float_state(target.base.norm))
+    else:
+        _write_scaled(block, scale_D, usual)
+
+
+def has(norm: Any) -> bool:
+    """Whether a norm is there."""
+    return not isinstance(norm, nn.Identity)
+
+
+def _read_unnormed(block: Any, column_D: Tensor) -> None:
+    attention = block.self_attn
+    for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+        projection.weight.mul_(column_D)
+
+
+def _write_scaled(block: Any, scale_D: Tensor, usual: Lengths) -> None:
+    """Let the block work on scale * x in place of x."""
+    for projection in (block.self_attn.o_proj, block.mlp.down_proj):
+        projection.weight.mul_(scale_D.unsqueeze(1))
+        if projection.bias is not None:
+            projection.bias.mul_(scale_D)
+    undo_D = usual.after / (usual.applied * scale_D)
+    for norm in (block.input_layernorm, block.post_attention_layernorm):
+        if has(norm):
+            norm.weight.mul_(undo_D)
+
+
+def usual_lengths(target: Target) -> Lengths:
+    """How long the target's residuals and states are."""
+    states = random_states(target, (PRE_NORM, POST_NORM))
+    before, after = states[PRE_NORM], states[POST_NORM]
+    position_T = torch.arange(len(before), device=target.device)
+    context = PackedContext([0, len(before)])
+    applied = run_block(target.base.layers[-1], target.base.rotary_emb, before, position_T, context)
+    product = _lengths(before) * _lengths(after)
+    return Lengths(
+        usual_length(before), usual_length(after), product.median(), usual_length(applied)
+    )
+
+
+def random_states(target: Target, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """The named states [T, D] of a fixed random text."""
+    rows = min(64, target.max_positions)
+    generator = torch.Generator().manual_seed(0)
+    token_T = torch.randint(target.vocab_size, (rows,), generator=generator).to(target.device)
+    position_T = torch.arange(rows, device=target.device)
+    return target.capture(token_T, position_T, PackedContext([0, rows]), names)
+
+
+def usual_length(state_TD: Tensor) -> Tensor:
+    """Median of the rows' root mean squares."""
+    return _lengths(state_TD).median()
+
+
+def _lengths(state_TD: Tensor) -> Tensor:
+    """Root mean squares but for the first rows, whose residuals are outliers."""
+    return state_TD.float().square().mean(-1).sqrt()[len(state_TD) // 4 :].cpu()
+
+
+def require_init(name: str) -> None:
+    if name not in INITS:
+        raise UserError("head.init must be one of " + ", ".join(INITS), name, "choose one of them")

@@ -1,0 +1,43 @@
+"""Acceptance of a head that can draft a part of the vocabulary only: everything else has chance 0.
+
+The loss renormalises the target over the part, which would flatter such a head; acceptance is against the whole.
+
+Shapes: N goals, S draft steps, C goals of a chunk, D the target's width, E the head's, V vocabulary, U its part.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mtp_train.losses.chunked import CHUNK
+
+
+@torch.no_grad()
+def part_acceptance(
+    student_SNE: Tensor,
+    teacher_ND: Tensor,
+    head_VD: Tensor,
+    student_head_UE: Tensor,
+    vocabulary_U: Tensor,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """sum over the part of min(p, q), p over the whole vocabulary [S, N]; and whether both choose the same token."""
+    own_UE = student_head_UE.to(head_VD.dtype)
+    alphas, agreements = [], []
+    for start in range(0, max(teacher_ND.shape[0], 1), chunk):
+        teacher_CD = teacher_ND[start : start + chunk].to(head_VD.dtype)
+        student_SCE = student_SNE[:, start : start + chunk].to(head_VD.dtype)
+        logits_CV = (teacher_CD @ head_VD.T).float()
+        choice_C, p_CU = logits_CV.argmax(-1), torch.softmax(logits_CV, dim=-1)[:, vocabulary_U]
+        for student_CE in student_SCE:
+            logits_CU = (student_CE @ own_UE.T).float()
+            alphas.append(torch.minimum(p_CU, torch.softmax(logits_CU, dim=-1)).sum(-1))
+            agreements.append(vocabulary_U[logits_CU.argmax(-1)] == choice_C)
+    steps = len(student_SNE)
+    return _joined(alphas, steps), _joined(agreements, steps)
+
+
+def _joined(parts: list[Tensor], steps: int) -> Tensor:
+    """Chunks of every step in turn, as [S, N]."""
+    return torch.stack([torch.cat(parts[step::steps]) for step in range(steps)])

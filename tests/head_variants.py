@@ -1,0 +1,41 @@
+"""Every head that the tests of all families run: a family with its options, by a name for test ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mtp_train.heads.base import DraftHead
+from mtp_train.heads.eagle import EagleConfig
+from mtp_train.heads.eagle3 import Eagle3Config
+from mtp_train.heads.families import build_head
+from mtp_train.heads.medusa import MedusaConfig
+from mtp_train.heads.mtp import MtpConfig
+from mtp_train.models.target import Target
+
+NORMS = ("enorm", "hnorm", "input_norm", "final_norm")
+ONE_NORM_OUT: dict[str, Any] = {f"mtp-{norm}": MtpConfig(**{norm: False}) for norm in NORMS}
+VARIANTS: dict[str, Any] = {
+    "mtp": MtpConfig(),
+    **ONE_NORM_OUT,
+    "mtp-all": MtpConfig(**dict.fromkeys(NORMS, False)),
+    "eagle": EagleConfig(),
+    "eagle3": Eagle3Config(draft_vocabulary=40),
+    "eagle3-whole": Eagle3Config(draft_vocabulary=0, norm_before_residual=True),
+    "eagle3.1": Eagle3Config(draft_vocabulary=40, fc_norm=True, norm_output=True),
+    "medusa": MedusaConfig(),
+    "medusa-frozen": MedusaConfig(layers=2, own_lm_heads=False),
+}
+
+
+def make_variant(target: Target, name: str, seed: int = 0) -> DraftHead:
+    """A head whose every parameter differs from its start, so that none may be ignored."""
+    counts = torch.arange(target.vocab_size)
+    head = build_head(target, VARIANTS[name], seed, counts)
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            size = 0.1 * float(parameter.square().mean().sqrt()) + 0.01
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * size)
+    return head
