@@ -531,7 +531,7 @@ def test_every_default_is_the_dataclasss_own_and_every_file_is_used() -> None:
         assert yaml.safe_load((conf_folder() / file).read_text(encoding="utf-8")), file
     config = load_config(["target.path=x"])
     groups = {file.split("/")[0] for file in files if "/" in file}
-    assert groups == set(SECTIONS) | {"target"}
+    assert groups == set(SECTIONS) | {"target", "head"}
     for name, cls in SECTIONS.items():
         values = section(config, name, cls)
         known = {key for key, item in cls.__dataclass_fields__.items()}
