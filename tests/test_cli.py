@@ -1002,3 +1002,13 @@ def test_an_eagle3_run_and_another_one_that_begins_from_its_head(
         for name, value in again.state_dict().items()
     )
     assert 0 < moved < 1e-3
+
+
+def test_a_report_without_speed_and_losslessness(pipeline: Path, tmp_path: Path) -> None:
+    folder = copied(pipeline, tmp_path)
+    less = [*overrides(folder), "evaluate.speed_prompts=0", "evaluate.lossless_prompts=0"]
+    for name in ("evaluate", "report"):
+        assert guarded(lambda name=name: dispatch(name, less)) == 0
+    found = json.loads((folder / "run" / "evaluate" / "evaluation.json").read_text())
+    assert not {"speed", "lossless"} & set(found) and "sets" in found
+    assert (folder / "run" / "report" / "index.html").stat().st_size

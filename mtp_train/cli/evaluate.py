@@ -79,6 +79,12 @@ def _work(job: Job, config: EvaluateConfig) -> Any:
         "speed": speed,
         "examples": measure.make_examples(job.tokenizer, sets[0], completions, config.examples),
     }
+    left_out = {
+        "lossless": lossless,
+        "speed": speed,
+    }  # by evaluate.lossless_prompts=0, speed_prompts=0
+    for name in [name for name, figures in left_out.items() if not figures]:
+        del evaluation[name]
     write_json(job.folder.evaluation, evaluation)
     return file_digest(job.folder.evaluation)
 
