@@ -12,6 +12,7 @@ Shapes: T rows, N rows chosen from them, D hidden width, V the target's vocabula
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +22,7 @@ from mtp_train.attention.interface import AttentionContext
 from mtp_train.models.target import POST_NORM, Target
 
 
-class DraftHead(nn.Module):
+class DraftHead(nn.Module, ABC):
     """One draft head.
 
     Attributes:
@@ -54,11 +55,11 @@ class DraftHead(nn.Module):
         """What enters the first step in place of a state [T, D]."""
         return states[self.states[0]]
 
+    @abstractmethod
     def forward(
         self, embedding_TD: Tensor, state_TD: Tensor, position_T: Tensor, context: AttentionContext
     ) -> Tensor:
         """Of rows (x[p+1], state, p): what is fed back as the next step's state [T, D]."""
-        raise NotImplementedError
 
     def readout(self, out_ND: Tensor, step: int) -> Tensor:
         """What the lm_head of draft step `step` (from 0) reads of outputs [N, D]."""
