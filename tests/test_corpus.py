@@ -54,6 +54,10 @@ def test_the_digest_feels_where_a_sequence_ends() -> None:
     one = [conversation("a", [1], [2, 3]), conversation("b", [4], [5])]
     other = [conversation("a", [1], [2]), conversation("b", [3, 4], [5])]
     assert sequences_digest(one) != sequences_digest(other)
+    # The same bytes end to end: only their lengths tell a key from a token and its mask.
+    token = TokenizedConversation("a", (0x41414141,), (1,))
+    key = TokenizedConversation("aAAAA\x01", (), ())
+    assert sequences_digest([token]) != sequences_digest([key])
 
 
 def test_an_unfinished_or_another_corpus_is_not_found(tmp_path: Path) -> None:
