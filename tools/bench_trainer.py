@@ -78,9 +78,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", type=Path, help="folder of SmolLM2; without it, llama alone")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument(
-        "--peer-python", type=Path, default=ROOT / ".venv-peer" / "bin" / "python"
-    )
+    parser.add_argument("--peer-python", type=Path, default=ROOT / ".venv-peer" / "bin" / "python")
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=3, help="draft steps")
     parser.add_argument("--pairs", type=int, default=3, help="counted steps of each side")

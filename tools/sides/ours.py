@@ -1,7 +1,7 @@
 """Our side of tools/bench_trainer.py: a training step of the `mtp` head, as `train.loop` makes it.
 
-    python tools/sides/ours.py SPEC rows          write the batch of both sides: tokens, and the target's states of them
-    python tools/sides/ours.py SPEC kl|hard_ce    serve steps with this loss
+python tools/sides/ours.py SPEC rows          write the batch of both sides: tokens, and the target's states of them
+python tools/sides/ours.py SPEC kl|hard_ce    serve steps with this loss
 """
 
 from __future__ import annotations

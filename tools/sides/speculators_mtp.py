@@ -63,9 +63,7 @@ def main() -> None:
 
 def build(spec: dict[str, Any]) -> MTPDraftModel:
     """A fresh model; Qwen3's is the plainest of the layers that it knows for MTP."""
-    layer = Qwen3Config(
-        **{name: spec["config"][name] for name in DIMENSIONS}, num_hidden_layers=1
-    )
+    layer = Qwen3Config(**{name: spec["config"][name] for name in DIMENSIONS}, num_hidden_layers=1)
     proposal = GreedyTokenProposalConfig(speculative_tokens=spec["steps"])
     config = MTPSpeculatorConfig(
         transformer_layer_config=layer,
