@@ -34,7 +34,8 @@ from mtp_train.store import manifest, places
 from mtp_train.store.shards import FeatureStore
 from mtp_train.text.template import ChatTemplate
 from mtp_train.train import loop
-from mtp_train.train.loop import TrainConfig, train
+from mtp_train.train.config import TrainConfig
+from mtp_train.train.loop import train
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(

@@ -30,7 +30,8 @@ from mtp_train.losses.part import part_acceptance
 from mtp_train.losses.terms import LossConfig
 from mtp_train.models.target import Target
 from mtp_train.store.shards import FeatureStore
-from mtp_train.train.loop import TrainConfig, train
+from mtp_train.train.config import TrainConfig
+from mtp_train.train.loop import train
 from mtp_train.train.step import RolloutModule
 
 SMALL = EngineConfig(max_batch=4, cache_rows=1024, page_size=4, prefill_rows=64)

@@ -23,7 +23,8 @@ from mtp_train.heads.mtp import MtpConfig, build
 from mtp_train.precompute import stage
 from mtp_train.precompute.sources import EngineStates
 from mtp_train.store.shards import FeatureStore
-from mtp_train.train.loop import TrainConfig, train
+from mtp_train.train.config import TrainConfig
+from mtp_train.train.loop import train
 
 TRAINING = TrainConfig(
     epochs=1,

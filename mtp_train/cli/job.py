@@ -35,7 +35,7 @@ from mtp_train.precompute.stage import PrecomputeConfig
 from mtp_train.regenerate.stage import RegenerateConfig
 from mtp_train.text.sources import DataConfig
 from mtp_train.text.template import ChatTemplate
-from mtp_train.train.loop import TrainConfig
+from mtp_train.train.config import TrainConfig
 
 PRECISIONS = {"bfloat16": "bf16", "float32": "no"}  # ours -> accelerate's
 TRACKERS = ("tensorboard", "wandb")

@@ -21,7 +21,7 @@ from mtp_train.precompute.sources import expand_states
 from mtp_train.precompute.stage import SPEED, PrecomputeConfig
 from mtp_train.store.corpus import Corpus
 from mtp_train.store.places import Place
-from mtp_train.train.loop import TrainConfig
+from mtp_train.train.config import TrainConfig
 
 
 def stage(job: Job) -> None:

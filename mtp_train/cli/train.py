@@ -17,7 +17,8 @@ from mtp_train.core.dist import launched_ranks
 from mtp_train.core.provenance import file_digest
 from mtp_train.heads.families import build_head
 from mtp_train.store.shards import FeatureStore
-from mtp_train.train.loop import TrainConfig, train
+from mtp_train.train.config import TrainConfig
+from mtp_train.train.loop import train
 
 
 def stage(job: Job) -> None:

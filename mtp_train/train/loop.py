@@ -8,120 +8,30 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file
 
-from mtp_train.batches.pack import epoch_packs, load_pack, ordered_packs
-from mtp_train.checkpoint.heads import (
-    TENSORS,
-    HeadCard,
-    find_checkpoints,
-    load_tensors,
-    read_card,
-    save_checkpoint,
-)
+from mtp_train.batches.pack import load_pack, ordered_packs
+from mtp_train.checkpoint.heads import HeadCard, save_checkpoint
 from mtp_train.core.errors import UserError
 from mtp_train.core.progress import progress, say
-from mtp_train.core.provenance import read_json
 from mtp_train.heads.base import DraftHead
-from mtp_train.losses.terms import LossConfig, default_weights
-from mtp_train.losses.weights import denominator
 from mtp_train.models.target import Target
 from mtp_train.store.shards import FeatureStore
+from mtp_train.train.config import TrainConfig
 from mtp_train.train.metrics import ValidationSums
-from mtp_train.train.optim import learning_rate, load_optimizer, make_optimizer, optimizer_tensors
+from mtp_train.train.optim import learning_rate, make_optimizer
+from mtp_train.train.order import Window, epoch_windows
+from mtp_train.train.state import Progress, load_state, save_state
 from mtp_train.train.step import RolloutModule
 
-OPTIMIZER = "optimizer.safetensors"
 CURVES = "curves.jsonl"
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """How a head is fitted.
-
-    Attributes:
-        epochs: passes over the features.
-        rows: row budget of one pack (a micro-batch on one rank).
-        accumulation: packs per rank and optimiser step.
-        rollout_steps: draft steps trained: step 1 on the target's states, later ones on the head's own.
-        step_weights, decay: geometric (each step `decay` times the one before it), fastmtp or uniform.
-        loss: weights of loss terms by name (`losses.terms.TERMS`); 0 is off.
-        lk_eta: the term `lk`'s own parameter.
-        mean_over: tokens, or sequences: each trained token counts the same, or each sequence.
-        loss_vocabulary: train on this many of the features' most frequent tokens, p and q renormalised there;
-            0 is the whole vocabulary. Validation and the engine always use the whole.
-        warm_start: a head's checkpoint to begin from, of the same family and options; empty: a fresh head.
-        learning_rate, warmup_steps, beta1, beta2, weight_decay, clip: AdamW, cosine to 2 % of the peak.
-        validations: how often in the run the held-out features are measured.
-        checkpoints: how often in the run a resumable checkpoint is written; the newest two are kept.
-    """
-
-    epochs: int = 3
-    rows: int = 512
-    accumulation: int = 1
-    rollout_steps: int = 3
-    step_weights: str = "geometric"
-    decay: float = 0.7
-    loss: dict[str, float] = field(default_factory=default_weights)
-    lk_eta: float = 3.0
-    mean_over: str = "tokens"
-    loss_vocabulary: int = 0
-    warm_start: str = ""
-    learning_rate: float = 1e-3
-    warmup_steps: int = 20
-    beta1: float = 0.9
-    beta2: float = 0.95
-    weight_decay: float = 0.0
-    clip: float = 1.0
-    seed: int = 0
-    validations: int = 6
-    checkpoints: int = 4
-
-    def __post_init__(self) -> None:
-        for name in (
-            "epochs",
-            "rows",
-            "accumulation",
-            "rollout_steps",
-            "validations",
-            "checkpoints",
-        ):
-            if getattr(self, name) < 1:
-                raise UserError(f"train.{name} must be 1 or more", getattr(self, name), "raise it")
-        if self.learning_rate <= 0 or self.clip <= 0 or self.loss_vocabulary < 0:
-            values = {
-                key: getattr(self, key) for key in ("learning_rate", "clip", "loss_vocabulary")
-            }
-            raise UserError(
-                "train.learning_rate and clip must be above 0, loss_vocabulary 0 or more",
-                values,
-                "raise it",
-            )
-        self.losses()  # refuses unknown terms and values out of range
-        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
-            raise UserError(
-                "train.beta1 and beta2 must lie in [0, 1)", (self.beta1, self.beta2), "use 0.9"
-            )
-
-    def losses(self) -> LossConfig:
-        return LossConfig(self.loss, self.lk_eta, self.step_weights, self.decay, self.mean_over)
-
-
-@dataclass(frozen=True)
-class Window:
-    """One optimiser step: this rank's packs. A pack with weight 0 only keeps ranks in step."""
-
-    packs: tuple[tuple[list[int], float], ...]
-    goals: int  # of all ranks: trained tokens, or sequences with any
 
 
 def train(
@@ -161,9 +71,11 @@ class _Trainer:
                 )
         self.target, self.head, self.features, self.held_out = target, head, features, held_out
         self.config, self.accelerator, self.out = config, accelerator, out
-        self.lengths = features.lengths()
-        self.loss_tokens = features.loss_tokens()
-        self.epoch_windows = [self._windows(epoch) for epoch in range(config.epochs)]
+        ranks = accelerator.process_index, accelerator.num_processes
+        self.epoch_windows = [
+            epoch_windows(features.lengths(), features.loss_tokens(), config, epoch, *ranks)
+            for epoch in range(config.epochs)
+        ]
         self.total = sum(len(windows) for windows in self.epoch_windows)
         optimizer = make_optimizer(
             head, config.learning_rate, (config.beta1, config.beta2), config.weight_decay
@@ -178,10 +90,6 @@ class _Trainer:
         )
         self.step = 0
         self.curves: list[dict[str, Any]] = []
-
-    @property
-    def _packs_per_step(self) -> int:
-        return self.config.accumulation * self.accelerator.num_processes
 
     def run(self) -> HeadCard:
         self._resume()
@@ -238,27 +146,6 @@ class _Trainer:
             share = float(counts[chosen].sum() / counts.sum())
             say(f"train: the loss sees {len(chosen)} tokens, {share:.2%} of the text")
         return chosen.sort().values.to(self.target.device)
-
-    # --- order ------------------------------------------------------------------------------------------------
-
-    def _windows(self, epoch: int) -> list[Window]:
-        """The epoch's optimiser steps; packs of a window go round robin over the ranks."""
-        config, world = self.config, self.accelerator.num_processes
-        packs = epoch_packs(self.lengths, config.rows, config.seed, epoch)
-        windows = []
-        for start in range(0, len(packs), self._packs_per_step):
-            members = [(pack, 1.0) for pack in packs[start : start + self._packs_per_step]]
-            real = [pack for pack, _ in members]
-            members += [(members[0][0], 0.0)] * (-len(members) % world)
-            windows.append(
-                Window(tuple(members[self.accelerator.process_index :: world]), self._goals(real))
-            )
-        return windows
-
-    def _goals(self, packs: list[list[int]]) -> int:
-        """The denominator of the window's mean."""
-        counts = [count for pack in packs for count in self.loss_tokens[pack].tolist()]
-        return denominator(counts, self.config.mean_over)
 
     def _remaining(self) -> Iterator[Window]:
         windows = [window for epoch in self.epoch_windows for window in epoch]
@@ -345,46 +232,21 @@ class _Trainer:
         )
 
     def _checkpoint(self) -> None:
-        if not self.accelerator.is_main_process:
-            return
-        folder = self.out / "checkpoints"
-        save_checkpoint(
-            folder / f"step-{self.step:08d}",
-            self.head,
-            self._card(),
-            extra={OPTIMIZER: optimizer_tensors(self.raw_optimizer, self.head)},
-            notes={
-                "progress.json": {
-                    "step": self.step,
-                    "total": self.total,
-                    "curves": self.curves,
-                    "data_digest": self.features.manifest.contract.data_digest,
-                }
-            },
-        )
-        for old in find_checkpoints(folder)[:-2]:
-            shutil.rmtree(old)
+        if self.accelerator.is_main_process:
+            save_state(self.out, self.head, self._card(), self.raw_optimizer, self._progress())
+
+    def _progress(self) -> Progress:
+        digest = self.features.manifest.contract.data_digest
+        return Progress(self.step, self.total, digest, self.curves)
 
     def _resume(self) -> None:
         """Go on from the newest whole checkpoint of this very run; another run's is refused."""
         self.out.mkdir(parents=True, exist_ok=True)
-        found = find_checkpoints(self.out / "checkpoints")
-        if found:
-            newest = found[-1]
-            card, note = read_card(newest), read_json(newest / "progress.json")
-            if (
-                (card.config, card.head) != (asdict(self.config), asdict(self.head.config))
-                or note["data_digest"] != self.features.manifest.contract.data_digest
-                or note["total"] != self.total
-            ):
-                raise UserError(
-                    "a checkpoint to resume from must have this run's configuration and data",
-                    newest,
-                    "delete the run's train folder, or undo the change",
-                )
-            self.head.load_state_dict(load_tensors(newest / TENSORS, self.head.state_dict()))
-            load_optimizer(self.raw_optimizer, self.head, load_file(newest / OPTIMIZER))
-            self.step, self.curves = note["step"], note["curves"]
+        found = load_state(
+            self.out, self.head, asdict(self.config), self.raw_optimizer, self._progress()
+        )
+        if found is not None:
+            self.step, self.curves = found.step, found.curves
             if self.accelerator.is_main_process:
                 say(f"train: resumed at step {self.step} of {self.total}")
         if self.accelerator.is_main_process:
