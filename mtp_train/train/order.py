@@ -47,7 +47,7 @@ def epoch_windows(
     return windows
 
 
-def _goals(packs: list[list[int]], loss_tokens: Tensor, mean_over: str) -> int:
+def _goals(packs: list[list[int]], loss_tokens: np.ndarray, mean_over: str) -> int:
     """The denominator of the window's mean."""
     counts = [count for pack in packs for count in loss_tokens[pack].tolist()]
     return denominator(counts, mean_over)
