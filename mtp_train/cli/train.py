@@ -66,6 +66,7 @@ def _work(job: Job, config: TrainConfig, head_config: Any) -> Any:
         config,
         accelerator,
         out,
+        job.stop,
     )
     accelerator.end_training()
     return file_digest(job.folder.head / TENSORS)
