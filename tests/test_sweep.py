@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from test_cli import mistake, modified, save_target
+import torch
+from test_cli import mistake, modified, overrides, save_target, write_prompts
+from torch.distributed import TCPStore
 
 from mtp_train.cli.config import alternatives, quoted
 from mtp_train.cli.job import Job
 from mtp_train.cli.main import dispatch, guarded
 from mtp_train.cli.sweep import job_name
 from mtp_train.cli.sweep_table import Report, Row
+from mtp_train.core.dist import Ranks
 from mtp_train.models.target import Target
 from mtp_train.train import loop
 
@@ -305,6 +313,125 @@ def test_a_sweep_before_its_turn(
 def test_several_values_without_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
     line = mistake(capsys, "train", "target.path=x", "train.seed=0,1", "train.epochs=1")
     assert "received train.seed=0,1; add -m" in line
+
+
+def test_a_job_too_large_for_the_memory_fails_alone(
+    capsys: pytest.CaptureFixture[str],
+    precomputed: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = copied(precomputed, tmp_path)
+    optimize = loop._Trainer._optimize
+
+    def exhausted(trainer: loop._Trainer, window: loop.Window) -> tuple[float, float, float]:
+        if trainer.config.rows == 128:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB.")
+        return optimize(trainer, window)
+
+    monkeypatch.setattr(loop._Trainer, "_optimize", exhausted)
+    sweep = ["train.rows=128,64", "train.epochs=1"]
+    assert guarded(lambda: train(folder, sweep=sweep)) == 2
+    assert "train.rows-128: CUDA out of memory. Tried to allocate" in capsys.readouterr().out
+    assert [job["status"] for job in table(folder, "train.rows")["jobs"]] == ["done", "failed"]
+
+
+def test_the_target_is_loaded_once_per_dtype(
+    precomputed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = copied(precomputed, tmp_path)
+    load, loaded = Target.load, []
+
+    def counted(path: str, dtype: str, **options: object) -> Target:
+        loaded.append(dtype)
+        return load(path, dtype, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Target, "load", counted)
+    sweep = ["target.dtype=float32,bfloat16", "train.seed=0,1", "train.epochs=1"]
+    assert guarded(lambda: train(folder, sweep=sweep)) == 0
+    assert loaded == ["float32", "bfloat16"]
+
+
+def test_ranks_learn_whether_all_of_them_say_the_same() -> None:
+    stores = [TCPStore("127.0.0.1", 0, is_master=True)]
+    stores.append(TCPStore("127.0.0.1", stores[0].port, is_master=False))
+    first, second = (Ranks(rank, 2, store=store) for rank, store in enumerate(stores))
+    assert not first.all_say("one failed", timedelta(seconds=0.05))
+    with ThreadPoolExecutor() as pool:
+        told = pool.submit(first.all_say, "two failed", timedelta(seconds=30))
+        assert second.all_say("two failed", timedelta(seconds=30))
+        assert told.result()
+    assert Ranks().all_say("one failed", timedelta(0))
+
+
+# --- through the engine, and on two ranks -----------------------------------------------------------------------
+
+
+def test_heads_compared_through_the_engine(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    save_target(tmp_path / "target")
+    write_prompts(tmp_path / "prompts")
+    ours = [*overrides(tmp_path, "evaluate.lossless_prompts=0"), "head=mtp,eagle,medusa"]
+    ours.append("train.rollout_steps=3")
+    for stage in ("regenerate", "precompute"):
+        dispatch(stage, [item for item in ours if not item.startswith("head=")])
+    untrained = [item.replace("eagle,medusa", "eagle") for item in ours]
+    dispatch("train", ["-m", *untrained])
+    capsys.readouterr()
+    assert guarded(lambda: dispatch("evaluate", ["-m", *ours])) == 2
+    told = capsys.readouterr()
+    assert "1 of 3 failed (head-medusa)" in told.err
+    assert "head-medusa: a job must be trained" in told.out and "mtp-train train -m" in told.out
+
+    found = table(tmp_path, "head", "table-evaluate")
+    assert found["metric"] == "heldout/greedy/tau"
+    assert [job["status"] for job in found["jobs"]] == ["done", "done", "failed"]
+    taus = []
+    for job in found["jobs"][:2]:
+        folder = sweep_folder(tmp_path, "head") / job["folder"]
+        evaluation = json.loads((folder / "evaluate" / "evaluation.json").read_text())
+        for name in ("heldout", "ood"):
+            for mode in ("greedy", "sampled"):
+                record = evaluation["sets"][name][mode]
+                assert job["figures"][f"{name}/{mode}/tau"] == record["tau"]
+        positions = [job["figures"][f"heldout/greedy/per_position/{i}"] for i in (1, 2)]
+        assert positions == evaluation["sets"]["heldout"]["greedy"]["per_position"]
+        assert evaluation["head"]["family"] == job["swept"]["head"]
+        taus.append(job["figures"]["heldout/greedy/tau"])
+    assert taus == sorted(taus, reverse=True)
+    assert table(tmp_path, "head")["stage"] == "train", "the trainer's table stays"
+
+    before = modified(tmp_path)
+    again = ["-m", *untrained, "sweep.metric=ood/sampled/tau_macro"]
+    assert guarded(lambda: dispatch("evaluate", again)) == 0
+    changed = {path.name for path, time in modified(tmp_path).items() if before[path] != time}
+    assert changed == {"table-evaluate.md", "table-evaluate.json"}
+    wrong = mistake(capsys, "evaluate", "-m", *untrained, "sweep.metric=tau")
+    assert "kl/1" in wrong and "heldout/greedy/per_position/2" in wrong
+
+    best = sweep_folder(tmp_path, "head") / "head-mtp"
+    single = [*overrides(tmp_path, "train.rollout_steps=3"), f"run={best}"]
+    assert guarded(lambda: dispatch("export", single)) == 0, "a job's folder is a run folder"
+    assert (best / "export" / "mimo_mtp" / "config.json").is_file()
+
+
+def test_two_ranks_share_each_job_and_the_error_of_one(precomputed: Path, tmp_path: Path) -> None:
+    folder = copied(precomputed, tmp_path)
+    sweep = ["train.learning_rate=1e30,1e-2,1e-3", "train.rows=32"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *launcher, "-m", "mtp_train.cli.train", "-m", *lines(folder), *sweep]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
+    found = table(folder, "train.learning_rate")
+    assert [job["status"] for job in found["jobs"]] == ["done", "done", "failed"], done.stderr
+    assert "the loss must stay finite" in found["jobs"][-1]["error"]
+    assert done.returncode != 0
+    assert "1 of 3 failed" in done.stderr
+    assert done.stdout.count("over seeds") == 0 and done.stdout.count("status") == 1, "one table"
 
 
 # --- names, grammar, order ------------------------------------------------------------------------------------

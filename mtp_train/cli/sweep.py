@@ -99,6 +99,7 @@ class _Sweep:
             self.rows[number] = self._result(self.rows[number], job, error)
             if ranks.main:
                 self._write()
+        train.part()
         if ranks.main:
             self._show()
         self._require_done()

@@ -22,6 +22,11 @@ from mtp_train.train.loop import TrainConfig, train
 
 def stage(job: Job) -> None:
     fit(job)
+    part()
+
+
+def part() -> None:
+    """End the ranks' process group: no job of this process trains any more."""
     if distributed.is_initialized():
         distributed.destroy_process_group()
 
