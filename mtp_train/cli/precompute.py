@@ -12,7 +12,7 @@ from mtp_train.cli.job import Job
 from mtp_train.cli.main import guarded
 from mtp_train.cli.plan import announce
 from mtp_train.cli.run_folder import run_stage
-from mtp_train.core.dist import Ranks, launched_ranks
+from mtp_train.core.dist import Ranks
 from mtp_train.core.provenance import digest
 from mtp_train.models.readout import Readout
 from mtp_train.precompute.estimate import PlanConfig
@@ -25,7 +25,7 @@ from mtp_train.store.places import Place
 
 def stage(job: Job) -> None:
     config: PrecomputeConfig = job.section("precompute", PrecomputeConfig)
-    ranks = launched_ranks()
+    ranks = job.process.ranks
     wanted = replace(config, out="", tensor_parallel=1)  # neither decides what the features are
     run_stage(
         job.folder,

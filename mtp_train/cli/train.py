@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from torch import distributed
 
 from mtp_train.checkpoint.heads import TENSORS, read_card, warm_start
 from mtp_train.cli.job import PRECISIONS, Job
-from mtp_train.cli.main import guarded
+from mtp_train.cli.main import dispatch, guarded
 from mtp_train.cli.run_folder import run_stage
-from mtp_train.core.dist import launched_ranks
 from mtp_train.core.provenance import file_digest
 from mtp_train.heads.families import build_head
 from mtp_train.store.shards import FeatureStore
@@ -22,6 +22,18 @@ from mtp_train.train.loop import train
 
 
 def stage(job: Job) -> None:
+    fit(job)
+    part()
+
+
+def part() -> None:
+    """End the ranks' process group: no job of this process trains any more."""
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def fit(job: Job) -> None:
+    """The stage, one of several of a process: their process group stays."""
     config: TrainConfig = job.section("train", TrainConfig)
     head_config = job.head_config
     before = job.folder.require("precompute")["outputs"]
@@ -33,13 +45,12 @@ def stage(job: Job) -> None:
         job.config["precision"],
         read_card(Path(config.warm_start)).sha256 if config.warm_start else "",
     ]
-    ranks = launched_ranks()
     run_stage(
         job.folder,
         "train",
         inputs,
         lambda: _work(job, config, head_config),
-        ranks,
+        job.process.ranks,
         whole=(job.folder.head / TENSORS).is_file,
     )
 
@@ -58,16 +69,12 @@ def _work(job: Job, config: TrainConfig, head_config: Any) -> Any:
     features, held_out = (
         FeatureStore(job.features(name), states, checked=True) for name in ("train", "heldout")
     )
-    train(
-        target,
-        head,
-        features,
-        held_out,
-        config,
-        accelerator,
-        out,
-    )
-    accelerator.end_training()
+    try:
+        train(target, head, features, held_out, config, accelerator, out)
+    finally:
+        for tracker in accelerator.trackers:
+            tracker.finish()
+        accelerator.free_memory()
     return file_digest(job.folder.head / TENSORS)
 
 
@@ -85,4 +92,4 @@ def _accelerator(job: Job, out: Any) -> Accelerator:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(lambda: stage(Job(sys.argv[1:]))))
+    sys.exit(guarded(lambda: dispatch("train", sys.argv[1:])))
