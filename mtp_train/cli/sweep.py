@@ -33,7 +33,7 @@ from mtp_train.evaluate.stage import EvaluateConfig
 from mtp_train.models.sizes import target_sizes
 from mtp_train.precompute.sources import expand_states
 from mtp_train.store.shards import FeatureStore
-from mtp_train.train.loop import TrainConfig
+from mtp_train.train.config import TrainConfig
 from mtp_train.train.metrics import ValidationSums
 
 STAGES = ("train", "evaluate")
