@@ -20,6 +20,8 @@ VARIANTS: dict[str, Any] = {
     "mtp": MtpConfig(),
     **ONE_NORM_OUT,
     "mtp-all": MtpConfig(**dict.fromkeys(NORMS, False)),
+    "mtp-2-modules": MtpConfig(modules=2),  # three steps in the tests: one deeper than its modules
+    "mtp-3-modules": MtpConfig(modules=3),
     "eagle": EagleConfig(),
     "eagle3": Eagle3Config(draft_vocabulary=40),
     "eagle3-whole": Eagle3Config(draft_vocabulary=0, norm_before_residual=True),

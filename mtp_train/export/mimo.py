@@ -123,7 +123,7 @@ def require_head(head: DraftHead) -> MtpHead:
     cannot = not_held(head.config)
     if cannot or not isinstance(head, MtpHead):
         raise UserError(
-            "the MiMo-MTP layout holds heads of family mtp with all norms: engines run each of them",
+            "the MiMo-MTP layout holds heads of family mtp of one module with all norms: engines run each of them",
             cannot,
             "use this head in mtp_train's engine, or train one that the layout holds",
         )
@@ -134,7 +134,9 @@ def not_held(config: Any) -> str:
     """What of a head's configuration the layout can't hold; empty if it holds such heads."""
     if config.family != MtpHead.family:
         return f"head.family={config.family}"
-    return ", ".join(f"head.{name}=false" for name in SWITCHES if not getattr(config, name))
+    several = [f"head.modules={config.modules}"] if config.modules > 1 else []
+    missing = [f"head.{name}=false" for name in SWITCHES if not getattr(config, name)]
+    return ", ".join(several + missing)
 
 
 def require_block(state: dict[str, Tensor]) -> None:

@@ -39,9 +39,13 @@ class Rotary(nn.Module):
         return self
 
 
-def make_block(target: Target, *, input_norm: bool = True) -> nn.Module:
-    """A decoder layer of the target's class; the layer's first norm can be left out."""
-    block: nn.Module = type(target.base.layers[-1])(head_config(target), layer_idx=target.layers)
+def make_block(target: Target, *, input_norm: bool = True, depth: int = 0) -> nn.Module:
+    """A decoder layer of the target's class; the layer's first norm can be left out.
+
+    Its keys and values are those of layer `depth` after the target's.
+    """
+    layer = target.layers + depth
+    block: nn.Module = type(target.base.layers[-1])(head_config(target, depth), layer_idx=layer)
     if not input_norm:
         block.input_layernorm = nn.Identity()
     return block
@@ -94,12 +98,12 @@ def make_norm(target: Target, wanted: bool = True) -> nn.Module:
     return made
 
 
-def head_config(target: Target) -> Any:
-    """The target's config for a block that stands after its last layer."""
+def head_config(target: Target, depth: int = 0) -> Any:
+    """The target's config for a block that stands `depth` layers after its last one."""
     config = copy.deepcopy(target.config)
     config._attn_implementation = target.config._attn_implementation
     if getattr(config, "layer_types", None):
-        config.layer_types = [*config.layer_types, config.layer_types[-1]]
+        config.layer_types = config.layer_types + [config.layer_types[-1]] * (depth + 1)
     return config
 
 
