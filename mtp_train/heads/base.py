@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mtp_train.attention.interface import AttentionContext
+from mtp_train.core.errors import UserError
 from mtp_train.models.target import POST_NORM, Target
 
 
@@ -66,6 +67,15 @@ class DraftHead(nn.Module, ABC):
     def at(self, step: int) -> DraftHead:
         """What runs draft step `step` (from 0)."""
         return self
+
+    def require_rollout(self, steps: int) -> None:
+        """Raise unless a rollout of so many steps trains every part of the head, and no step that it has not."""
+        if self.steps is not None and steps != self.steps:
+            rule = f"train.rollout_steps must be {self.steps}, the draft steps of this {self.family} head"
+            raise UserError(rule, steps, "change either")
+        if steps < self.depths:
+            rule = f"train.rollout_steps must be {self.depths} or more: each module serves a step"
+            raise UserError(rule, steps, "change it, or head.modules")
 
     def readout(self, out_ND: Tensor, step: int) -> Tensor:
         """What the lm_head of draft step `step` (from 0) reads of outputs [N, D]."""
