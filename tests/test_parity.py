@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from head_variants import VARIANTS, make_variant
+from test_families import CONFIGS
 
 from mtp_train.attention.packed import PackedContext, RolloutContext
 from mtp_train.batches.align import rollout
@@ -13,6 +16,11 @@ from mtp_train.engine.propose import ChainProposer
 from mtp_train.engine.sequences import Request
 from mtp_train.evaluate.lossless import first_difference
 from mtp_train.evaluate.validation import engine_validation
+from mtp_train.heads.base import DraftHead
+from mtp_train.heads.eagle import EagleConfig
+from mtp_train.heads.eagle3 import Eagle3Config
+from mtp_train.heads.families import build_head
+from mtp_train.heads.mtp import MtpConfig
 from mtp_train.models.target import Target
 from mtp_train.text.sources import Answer
 from mtp_train.train.step import head_states
@@ -30,8 +38,26 @@ def texts() -> list[torch.Tensor]:
 def test_training_logits_equal_the_engines_at_draft_steps_1_to_3(
     toy_target: Target, texts: list[torch.Tensor], variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    hold_engine_against_training(toy_target, make_variant(toy_target, variant), texts, monkeypatch)
+
+
+@pytest.mark.parametrize("config", [MtpConfig, EagleConfig, Eagle3Config])
+@pytest.mark.parametrize("block", ["target", "llama"])
+def test_training_logits_equal_the_engines_for_a_target_with_q_and_k_norms(
+    texts: list[torch.Tensor], config: Any, block: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = Target.from_config(CONFIGS["qwen3"], seed=1)
+    init = "last_layer" if block == "target" else "random"
+    settings = config(block=block, init=init)
+    head = build_head(target, settings, 3, torch.arange(target.vocab_size))
+    assert ("block.self_attn.q_norm.weight" in head.state_dict()) == (block == "target")
+    hold_engine_against_training(target, head, texts, monkeypatch)
+
+
+def hold_engine_against_training(
+    toy_target: Target, head: DraftHead, texts: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The engine follows scripted texts and drafts their very tokens, so that each chain's inputs are training's."""
-    head = make_variant(toy_target, variant)
     prompts = [5, 2, 9]
     recorded: list[torch.Tensor] = []
     served = Engine(

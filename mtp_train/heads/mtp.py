@@ -33,7 +33,14 @@ from torch import Tensor, nn
 from mtp_train.attention.interface import AttentionContext
 from mtp_train.core.errors import UserError
 from mtp_train.heads.base import DraftHead
-from mtp_train.heads.block import Rotary, make_block, make_norm, run_block, start_linears
+from mtp_train.heads.block import (
+    Rotary,
+    make_block,
+    make_norm,
+    require_block,
+    run_block,
+    start_linears,
+)
 from mtp_train.heads.start import begin_as_last_layer, require_init
 from mtp_train.models.target import Target
 
@@ -44,6 +51,7 @@ class MtpConfig:
 
     Attributes:
         modules: 1 for all draft steps, or one for each of the first D; every one of them begins alike.
+        block: `target` for its own decoder layer class, `llama` for a plain Llama's of its sizes.
         init: `last_layer` begins as the target's last layer applied once more, with its final norm undone before it
             (see `start`, also for heads without some norm); `random` does not.
         embedding_noise: standard deviation of the embedding half of `eh_proj` at the start, over sqrt(D).
@@ -52,6 +60,7 @@ class MtpConfig:
 
     family: str = "mtp"
     modules: int = 1
+    block: str = "target"
     init: str = "last_layer"
     embedding_noise: float = 0.1
     enorm: bool = True
@@ -61,6 +70,7 @@ class MtpConfig:
 
     def __post_init__(self) -> None:
         require_init(self.init)
+        require_block(self.block)
         if self.modules < 1:
             raise UserError("head.modules must be 1 or more", self.modules, "raise it")
 
@@ -77,12 +87,14 @@ class MtpHead(DraftHead):
         super().__init__(config)
         self.cache_layers = self.depths = config.modules
         width = target.hidden_size
-        self.enorm = make_norm(target, config.enorm)
-        self.hnorm: Any = make_norm(target, config.hnorm)
+        self.enorm = make_norm(target, config.enorm, config.block)
+        self.hnorm: Any = make_norm(target, config.hnorm, config.block)
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
-        self.block = make_block(target, input_norm=config.input_norm, depth=depth)
-        self.final_norm = make_norm(target, config.final_norm)
-        self.rotary = Rotary(target)
+        self.block = make_block(
+            target, input_norm=config.input_norm, depth=depth, kind=config.block
+        )
+        self.final_norm = make_norm(target, config.final_norm, config.block)
+        self.rotary = Rotary(target, config.block)
         alone = replace(config, modules=1)
         self.later: Any = nn.ModuleList(
             MtpHead(target, alone, depth) for depth in range(1, config.modules)

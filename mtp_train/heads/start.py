@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from mtp_train.attention.packed import PackedContext
 from mtp_train.core.errors import UserError
-from mtp_train.heads.block import float_state, nonzero, run_block
+from mtp_train.heads.block import float_state, nonzero, require_same_layer, run_block
 from mtp_train.models.target import POST_NORM, PRE_NORM, Target
 
 INITS = ("last_layer", "random")
@@ -55,6 +55,7 @@ def begin_as_last_layer(
         hnorm, final_norm: and the block's input norm: the identity where left out.
         noise: standard deviation of the projection's embedding half, over sqrt(D).
     """
+    require_same_layer(target, block)
     width = target.hidden_size
     layer = float_state(target.base.layers[-1])
     block.load_state_dict({name: layer[name] for name in block.state_dict()})
