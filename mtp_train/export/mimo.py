@@ -39,6 +39,7 @@ BLOCK = (
     "mlp.down_proj.weight",
 )
 BIASES = ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")
+HELD = {*BLOCK, *BIASES, "input_layernorm.weight", "post_attention_layernorm.weight"}
 CONFIG_KEYS = (
     "hidden_size",
     "intermediate_size",
@@ -139,17 +140,22 @@ def not_held(config: Any) -> str:
     return ", ".join(several + missing)
 
 
+def block_kind(target: Target) -> str:
+    """`head.block` of a head that the layout holds: the target's own class if it has the layout's tensors."""
+    own = set(target.base.layers[-1].state_dict())
+    return "target" if own <= HELD else "llama"
+
+
 def require_block(state: dict[str, Tensor]) -> None:
     """Refuse a head whose block the layout can't hold."""
     block = {name.removeprefix("block.") for name in state if name.startswith("block.")}
-    allowed = {*BLOCK, *BIASES, "input_layernorm.weight", "post_attention_layernorm.weight"}
-    extra = block - allowed
+    extra = block - HELD
     missing = {*BLOCK, "input_layernorm.weight", "post_attention_layernorm.weight"} - block
     if extra or missing:
         raise UserError(
             "the MiMo-MTP layout holds a Llama-type block",
             f"extra {sorted(extra)}, missing {sorted(missing)}",
-            "export to the target's own layout",
+            "train a head with head.block=llama",
         )
 
 
