@@ -18,6 +18,7 @@ from torch import Tensor
 from mtp_train.core.errors import UserError
 from mtp_train.heads.base import DraftHead
 from mtp_train.heads.mtp import MtpHead
+from mtp_train.heads.native import swap_halves
 from mtp_train.models.target import Target
 
 PREFIX = "model.mtp_layers.0."
@@ -157,11 +158,6 @@ def require_block(state: dict[str, Tensor]) -> None:
             f"extra {sorted(extra)}, missing {sorted(missing)}",
             "train a head with head.block=llama",
         )
-
-
-def swap_halves(weight: Tensor) -> Tensor:
-    """[embedding | hidden] columns to [hidden | embedding] and back."""
-    return torch.cat(weight.chunk(2, dim=1)[::-1], dim=1)
 
 
 def _require_names(found: set[str], wanted: set[str], optional: set[str]) -> None:

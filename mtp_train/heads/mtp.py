@@ -41,7 +41,8 @@ from mtp_train.heads.block import (
     run_block,
     start_linears,
 )
-from mtp_train.heads.start import begin_as_last_layer, require_init
+from mtp_train.heads.native import begin_as_native
+from mtp_train.heads.start import INITS, begin_as_last_layer, require_init
 from mtp_train.models.target import Target
 
 
@@ -53,7 +54,8 @@ class MtpConfig:
         modules: 1 for all draft steps, or one for each of the first D; every one of them begins alike.
         block: `target` for its own decoder layer class, `llama` for a plain Llama's of its sizes.
         init: `last_layer` begins as the target's last layer applied once more, with its final norm undone before it
-            (see `start`, also for heads without some norm); `random` does not.
+            (see `start`, also for heads without some norm); `native` as the MTP modules that the target was published
+            with (see `native`); `random` as neither.
         embedding_noise: standard deviation of the embedding half of `eh_proj` at the start, over sqrt(D).
         enorm, hnorm, input_norm, final_norm: whether the head has these norms; input_norm is the block's first.
     """
@@ -69,7 +71,7 @@ class MtpConfig:
     final_norm: bool = True
 
     def __post_init__(self) -> None:
-        require_init(self.init)
+        require_init(self.init, (*INITS, "native"))
         require_block(self.block)
         if self.modules < 1:
             raise UserError("head.modules must be 1 or more", self.modules, "raise it")
@@ -138,6 +140,8 @@ def build(target: Target, config: MtpConfig, seed: int = 0) -> MtpHead:
                     module.final_norm,
                     config.embedding_noise,
                 )
+        if config.init == "native":
+            begin_as_native(target, head.in_order())
     return head.to(target.device)
 
 

@@ -131,6 +131,6 @@ def _lengths(state_TD: Tensor) -> Tensor:
     return state_TD.float().square().mean(-1).sqrt()[len(state_TD) // 4 :].cpu()
 
 
-def require_init(name: str) -> None:
-    if name not in INITS:
-        raise UserError("head.init must be one of " + ", ".join(INITS), name, "choose one of them")
+def require_init(name: str, known: tuple[str, ...] = INITS) -> None:
+    if name not in known:
+        raise UserError("head.init must be one of " + ", ".join(known), name, "choose one of them")
