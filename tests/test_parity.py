@@ -47,9 +47,7 @@ def test_training_logits_equal_the_engines_for_a_target_with_q_and_k_norms(
     texts: list[torch.Tensor], config: Any, block: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = Target.from_config(CONFIGS["qwen3"], seed=1)
-    init = "last_layer" if block == "target" else "random"
-    settings = config(block=block, init=init)
-    head = build_head(target, settings, 3, torch.arange(target.vocab_size))
+    head = build_head(target, config(block=block), 3, torch.arange(target.vocab_size))
     assert ("block.self_attn.q_norm.weight" in head.state_dict()) == (block == "target")
     hold_engine_against_training(target, head, texts, monkeypatch)
 

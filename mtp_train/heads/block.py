@@ -17,6 +17,7 @@ from mtp_train.core.errors import UserError
 from mtp_train.models import plain
 from mtp_train.models.target import Target
 
+HEAD_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 BLOCKS = ("target", "llama")  # head.block: whose classes block, RoPE and norms are of
 
 
@@ -125,9 +126,13 @@ def require_block(kind: str) -> None:
 
 @torch.no_grad()
 def require_same_layer(target: Target, block: nn.Module) -> None:
-    """Raise unless `block` computes what the target's last layer does, once it has its tensors."""
+    """Raise unless `block` can do what the target's last layer does; see `start` for q and k norms."""
     theirs, mine = target.base.layers[-1].state_dict(), block.state_dict()
-    odd = [name for name in theirs if name not in mine and not name.startswith("input_layernorm")]
+    without = {
+        "input_layernorm.weight",
+        *(name for name in HEAD_NORMS if _of_heads(target, theirs, name)),
+    }
+    odd = [name for name in theirs if name not in mine and name not in without]
     weight_D = target.base.norm.weight.float()
     if not torch.allclose(target.base.norm(torch.ones_like(weight_D)).float(), weight_D, rtol=0.02):
         odd.append("a norm that does not multiply by its weight")
@@ -137,6 +142,11 @@ def require_same_layer(target: Target, block: nn.Module) -> None:
             f"{target.config.model_type} with {', '.join(odd)}",
             "set head.init=random, or head.block=target",
         )
+
+
+def _of_heads(target: Target, tensors: dict[str, Tensor], name: str) -> bool:
+    """Whether a norm is there and works on one head at a time."""
+    return name in tensors and len(tensors[name]) == target.head_width
 
 
 def start_linears(head: nn.Module) -> None:

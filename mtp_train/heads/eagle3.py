@@ -31,11 +31,10 @@ from mtp_train.heads.block import (
     make_block,
     make_norm,
     require_block,
-    require_same_layer,
     run_attention,
     start_linears,
 )
-from mtp_train.heads.start import random_states, require_init, usual_length
+from mtp_train.heads.start import last_layer_for, random_states, require_init, usual_length
 from mtp_train.heads.vocabulary import choose_vocabulary
 from mtp_train.models.target import Target, eagle3_states
 
@@ -170,9 +169,8 @@ def _begin_as_last_layer(head: Eagle3Head, target: Target) -> None:
 
     hidden_norm gives it its usual length back, whether it is the residual or not; queries, keys and values undo that.
     """
-    require_same_layer(target, head.block)
     width = target.hidden_size
-    layer = float_state(target.base.layers[-1])
+    layer = last_layer_for(target, head.block)
     last = usual_length(random_states(target, head.states[-1:])[head.states[-1]])
     head.fc.weight.zero_()
     head.fc.weight[:, -width:] = torch.eye(width)
