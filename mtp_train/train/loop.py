@@ -134,9 +134,7 @@ class _Trainer:
         if config.loss_vocabulary and head.vocabulary is not None:
             rule = "train.loss_vocabulary is for heads without a draft vocabulary of their own"
             raise UserError(rule, config.loss_vocabulary, "set it to 0")
-        if head.steps is not None and config.rollout_steps != head.steps:
-            rule = f"train.rollout_steps must be {head.steps}, the draft steps of this {head.family} head"
-            raise UserError(rule, config.rollout_steps, "change either")
+        head.require_rollout(config.rollout_steps)
 
     def _vocabulary(self) -> torch.Tensor:
         """The most frequent tokens of the features, in the order of their ids."""
