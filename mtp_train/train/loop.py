@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
-from mtp_train.batches.pack import epoch_packs, load_pack, ordered_packs
+from mtp_train.batches.pack import Features, epoch_packs, load_pack, ordered_packs
 from mtp_train.checkpoint.heads import (
     TENSORS,
     HeadCard,
@@ -35,7 +35,6 @@ from mtp_train.heads.base import DraftHead
 from mtp_train.losses.terms import LossConfig, default_weights
 from mtp_train.losses.weights import denominator
 from mtp_train.models.target import Target
-from mtp_train.store.shards import FeatureStore
 from mtp_train.train.metrics import ValidationSums
 from mtp_train.train.optim import learning_rate, load_optimizer, make_optimizer, optimizer_tensors
 from mtp_train.train.step import RolloutModule
@@ -127,8 +126,8 @@ class Window:
 def train(
     target: Target,
     head: DraftHead,
-    features: FeatureStore,
-    held_out: FeatureStore,
+    features: Features,
+    held_out: Features,
     config: TrainConfig,
     accelerator: Accelerator,
     out: Path,
@@ -142,8 +141,8 @@ class _Trainer:
         self,
         target: Target,
         head: DraftHead,
-        features: FeatureStore,
-        held_out: FeatureStore,
+        features: Features,
+        held_out: Features,
         config: TrainConfig,
         accelerator: Accelerator,
         out: Path,
