@@ -23,16 +23,16 @@ from mtp_train.store.places import Place
 from mtp_train.store.shards import FeatureStore
 
 
-def whole(job: Job) -> bool:
-    """Whether the features of all sets are there, stored or prepared, as the configuration asks."""
-    if config_of(job).live:
+def whole(job: Job, is_live: bool) -> bool:
+    """Whether the features of all sets are there: stored, or prepared to be computed live."""
+    if is_live:
         return all((job.folder.corpus(name) / live.NAME).is_file() for name in SETS)
     return all(Place(job.features(name)).exists(manifest.NAME) for name in SETS)
 
 
-def outputs(job: Job) -> Any:
+def outputs(job: Job, is_live: bool) -> Any:
     """What precompute's stamp records: each set's manifest."""
-    if config_of(job).live:
+    if is_live:
         return {name: file_digest(job.folder.corpus(name) / live.NAME) for name in SETS}
     return {name: digest(Place(job.features(name)).read(manifest.NAME).decode()) for name in SETS}
 
@@ -58,12 +58,17 @@ def open_features(job: Job, name: str, target: Target, states: Sequence[str]) ->
 
 
 def require_current(job: Job, recorded: str) -> None:
-    """Raise if the features that are there are others than precompute's stamp recorded."""
-    if whole(job) and recorded != digest(outputs(job)):
+    """Raise if the features of this configuration are not those that precompute's stamp recorded.
+
+    Where none are left at all, a finished head still counts as trained on them.
+    """
+    is_live = config_of(job).live
+    same = whole(job, is_live) and recorded == digest(outputs(job, is_live))
+    if not same and any(whole(job, kind) for kind in (True, False)):
         raise UserError(
             "training needs the features of this run's last precompute",
-            f"others, with precompute.live={str(config_of(job).live).lower()}",
-            "run precompute with the same configuration, then train",
+            f"others, with precompute.live={str(is_live).lower()}",
+            "give it the same precompute keys, or run precompute again with these",
         )
 
 

@@ -35,7 +35,7 @@ def stage(job: Job) -> None:
         lambda: _work(job, config, ranks),
         ranks,
         keeps=True,  # its own contract says which shards may stay
-        whole=lambda: features.whole(job),
+        whole=lambda: features.whole(job, config.live),
     )
 
 
@@ -47,13 +47,13 @@ def _work(job: Job, config: PrecomputeConfig, ranks: Ranks) -> Any:
     text = corpora(job)  # made by now: mapped
     if config.live:
         _prepare(job, config, text, ranks)
-        return features.outputs(job)
+        return features.outputs(job, is_live=True)
     ranks = ranks.grouped(config.tensor_parallel)
     with ExitStack() as stack:
         source = _source(job, config, stack)
         for name, corpus in text.items():
             precompute(source, corpus, config, job.features(name), corpus.note.accounting, ranks)
-    return features.outputs(job)
+    return features.outputs(job, is_live=False)
 
 
 def _prepare(job: Job, config: PrecomputeConfig, text: Mapping[str, Corpus], ranks: Ranks) -> None:
