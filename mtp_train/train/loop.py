@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from mtp_train.batches.pack import load_pack, ordered_packs
+from mtp_train.batches.pack import Features, load_pack, ordered_packs
 from mtp_train.checkpoint.heads import HeadCard, save_checkpoint
 from mtp_train.core.errors import UserError
 from mtp_train.core.progress import progress, say
 from mtp_train.heads.base import DraftHead
 from mtp_train.models.target import Target
-from mtp_train.store.shards import FeatureStore
 from mtp_train.train.config import TrainConfig
 from mtp_train.train.metrics import ValidationSums
 from mtp_train.train.optim import learning_rate, make_optimizer
@@ -37,8 +36,8 @@ CURVES = "curves.jsonl"
 def train(
     target: Target,
     head: DraftHead,
-    features: FeatureStore,
-    held_out: FeatureStore,
+    features: Features,
+    held_out: Features,
     config: TrainConfig,
     accelerator: Accelerator,
     out: Path,
@@ -52,8 +51,8 @@ class _Trainer:
         self,
         target: Target,
         head: DraftHead,
-        features: FeatureStore,
-        held_out: FeatureStore,
+        features: Features,
+        held_out: Features,
         config: TrainConfig,
         accelerator: Accelerator,
         out: Path,
