@@ -13,11 +13,19 @@ from types import SimpleNamespace
 import children
 import pytest
 import torch
+import two_ranks as ranks_script
 from accelerate import Accelerator, DistributedType
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_train import BARE, CPU, curve, fit
-from toys import TwoRanks, conversation, conversations, make_lively_target, make_store
+from toys import (
+    TwoRanks,
+    conversation,
+    conversations,
+    make_lively_target,
+    make_store,
+    make_target,
+)
 
 from mtp_train.attention.paged import PagedKV
 from mtp_train.batches.pack import Pack, load_pack
@@ -37,7 +45,7 @@ from mtp_train.store.shards import FeatureStore
 from mtp_train.train import step as stepping
 from mtp_train.train.average import make_average, require_whole_parameters, warm_average
 from mtp_train.train.config import TrainConfig
-from mtp_train.train.guard import exploded
+from mtp_train.train.guard import PackReport, alarm, exploded
 from mtp_train.train.loop import train
 from mtp_train.train.noise import noisy_states
 from mtp_train.train.online import OnlineConfig, figures, held_out_requests, measure, step_counts
@@ -183,6 +191,20 @@ def test_more_drafts_than_the_head_has_steps_are_refused_before_training(
     config = replace(CONFIG, rollout_steps=2, loss={"kl": 1.0})
     with pytest.raises(UserError, match=r"online_eval\.drafts must be at most 2"):
         train(lively, head, features, features, config, Accelerator(cpu=True), tmp_path)
+
+
+def test_two_ranks_share_the_prompts_and_add_their_counts(
+    two_ranks: TwoRanks, tmp_path: Path
+) -> None:
+    """The last figure is that of the final head on all prompts, measured by one process."""
+    target = make_target()
+    held_out = make_store(tmp_path / "held-out", target, ranks_script.EVEN)
+    config = ranks_script.TRAINING.online_eval
+    requests = held_out_requests(held_out, config, frozenset(), target.max_positions)
+    assert len(requests) == 3, "one rank has two"
+    head, card = load_head(two_ranks.folder / "even" / "head", target)
+    alone = figures(measure(target, head, requests, config))
+    assert online_rows(two_ranks.folder / "even")[-1]["online"] == alone == card.measured
 
 
 # --- the best head --------------------------------------------------------------------------------------------
@@ -493,10 +515,9 @@ def test_a_state_that_is_not_finite_stops_before_the_step_and_is_named(
     spoil(monkeypatch, "chat-6", lambda state: state[0].fill_(float("nan")), after=1)
     config = replace(BARE, epochs=2, rows=30)
     error = caught(lambda: fit(lively, features, config, tmp_path))
-    assert error.rule == "the training loss and its gradient must stay finite"
     rows = curve(tmp_path)
     step = rows[-1]["step"] + 1
-    assert f"loss nan, gradient norm nan at step {step}" in error.received
+    assert f"loss nan at step {step}: " in error.received
     assert "of which 'chat-6' have states that are not finite" in error.received
     assert "pack on rank 0" in error.received
     assert str(error.received).count("pack on") == 1, "the other pack of the window is not accused"
@@ -521,11 +542,37 @@ def test_an_exploding_loss_stops_and_names_the_pack(
     spoil(monkeypatch, "chat-6", lambda state: state.mul_(1e4), after=6)
     config = replace(BARE, epochs=9, rows=30, accumulation=1, checkpoints=3)
     error = caught(lambda: fit(lively, features, config, tmp_path))
-    assert error.rule == "the training loss must not explode"
+    assert error.rule == "the training loss must stay finite and must not explode"
     assert "'chat-6'" in error.received
     assert str(error.received).count("pack on") == 1
     assert "lower train.learning_rate" in error.remedy
     fit(lively, features, replace(config, explode=0.0), tmp_path / "off")
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_step(
+    lively: Target, features: FeatureStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Accelerator, "clip_grad_norm_", lambda *_args: torch.tensor(float("inf")))
+    error = caught(lambda: fit(lively, features, BARE, tmp_path))
+    assert "gradient norm inf at step 1: pack on rank 0 with loss" in error.received
+    assert not find_checkpoints(tmp_path / "checkpoints")
+
+
+def test_features_that_lie_nowhere_have_no_command_to_show_them() -> None:
+    packs = [PackReport(0, 3.0, ("a", "b"), (4, 5), ()), PackReport(1, 2.0, ("c",), (6,), ())]
+    error = alarm("loss 9 at step 3", packs, None, None)
+    assert (
+        error.received
+        == "loss 9 at step 3: pack on rank 0 with loss 3 per goal, sequences 'a', 'b'"
+    )
+    assert error.remedy.endswith("; look at them")
+    packs += [PackReport(2, float("nan"), (str(number),), (number,), ()) for number in range(3)]
+    error = alarm("loss nan at step 3", packs, "features", Path("target"))
+    assert str(error.received).count("pack on rank 2") == 2
+    assert str(error.received).endswith("; and 1 more packs")
+    assert error.remedy.endswith(
+        "mtp-train store sample features --tokenizer target --sequence 0 1"
+    )
 
 
 def test_all_ranks_stop_and_know_which_of_them_it_was(two_ranks: TwoRanks) -> None:

@@ -1,4 +1,4 @@
-"""One rank of two, under `torchrun --nproc-per-node 2`: features, a training run, and one with uneven validation.
+"""One rank of two, under `torchrun --nproc-per-node 2`: features and three training runs, one of them live.
 
 torchrun --nproc-per-node 2 two_ranks.py FOLDER
 """
@@ -23,7 +23,9 @@ from mtp_train.core.errors import UserError
 from mtp_train.core.records import Accounting
 from mtp_train.heads.mtp import MtpConfig, build
 from mtp_train.precompute import stage
+from mtp_train.precompute.live import LiveFeatures, prepare_live
 from mtp_train.precompute.sources import EngineStates
+from mtp_train.store.corpus import write_corpus
 from mtp_train.store.shards import FeatureStore
 from mtp_train.train import loop
 from mtp_train.train.config import TrainConfig
@@ -70,9 +72,15 @@ def main(folder: Path) -> None:
     source = EngineStates(target)
     stage.precompute(source, CHATS, FEATURES, folder / "features", accounting, ranks)
     record("precompute", shards=written)
-    features = FeatureStore(folder / "features")
+    stored = FeatureStore(folder / "features")
+    corpus = write_corpus(folder / f"text-{ranks.rank}", CHATS, "inputs", Accounting())
+    live = LiveFeatures(target, corpus, prepare_live(target, corpus, FEATURES))
 
-    for name, chats in (("even", EVEN), ("uneven", UNEVEN)):
+    for name, features, chats in (
+        ("even", stored, EVEN),
+        ("uneven", stored, UNEVEN),
+        ("live", live, EVEN),
+    ):
         held_out = make_store(folder / f"held-out-{name}-{ranks.rank}", target, chats)
         train(
             target,

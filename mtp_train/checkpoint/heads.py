@@ -28,6 +28,7 @@ from mtp_train.core.provenance import (
 )
 from mtp_train.heads.base import DraftHead
 from mtp_train.heads.families import family_of, make_head
+from mtp_train.heads.mtp import MtpHead, deepen
 from mtp_train.heads.vocabulary import coverage, require_vocabulary
 from mtp_train.models.target import Target
 
@@ -131,14 +132,17 @@ def warm_start(
 ) -> DraftHead:
     """A head to train further, of the configured family and options.
 
-    It may come from another target of the same sizes. Its draft vocabulary stays as it is, since its lm_head's rows
-    mean these tokens; how much of the new text it covers is said.
+    It may come from another target of the same sizes. A head of one module begins every module of a head of several.
+    Its draft vocabulary stays as it is, since its lm_head's rows mean these tokens; how much of the new text it covers
+    is said.
 
     Args:
         config: the family's dataclass; how a fresh head would begin does not matter.
         counts_V: how often each token is trained.
     """
     head, card = load_head(folder, target, same_weights=False)
+    if isinstance(head, MtpHead) and head.depths == 1 < getattr(config, "modules", 1):
+        head = deepen(target, head, config.modules)
     wanted, found = asdict(config), asdict(head.config)
     differ = [
         name

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from math import isfinite
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -67,36 +68,33 @@ def report(rank: int, loss: float, numbers: Sequence[int], pack: Pack) -> PackRe
 
 
 def alarm(
-    loss: float, norm: float, step: int, packs: Sequence[PackReport], sample: str
+    what: str, packs: Sequence[PackReport], store: object | None, tokenizer: Path | None
 ) -> UserError:
     """The error that stops a run.
 
     Args:
-        loss, norm: of the whole step, and of its gradient.
-        step: from 1, as the curves count.
+        what: the figure that is wrong, and the step.
         packs: of all ranks.
-        sample: the command that shows sequences, up to their numbers.
+        store, tokenizer: where the features and the target lie, if they lie anywhere.
     """
-    rule = (
-        "the training loss must not explode"
-        if isfinite(loss) and isfinite(norm)
-        else "the training loss and its gradient must stay finite"
-    )
     worst = sorted(packs, key=lambda item: item.severity, reverse=True)
     bad = [item for item in worst if item.severity[0]] or worst[:1]
     shown = bad[:NAMED_PACKS]
-    said = [f"loss {loss:.4g}, gradient norm {norm:.4g} at step {step}", *map(_told, shown)]
+    said = [_told(item) for item in shown]
     if len(bad) > len(shown):
         said.append(f"and {len(bad) - len(shown)} more packs")
-    numbers = dict.fromkeys(number for item in shown for number in item.numbers[:NAMED_SEQUENCES])
-    look = f"{sample} {' '.join(map(str, numbers))}"
-    if any(item.damaged for item in bad):
-        remedy = f"make these features again (mtp-train store verify names the shard); text: {look}"
-    else:
-        remedy = (
-            f"look at the text ({look}), or lower train.learning_rate; the last checkpoint is whole"
-        )
-    return UserError(rule, ": ".join([said[0], "; ".join(said[1:])]), remedy)
+    numbers = [number for item in shown for number in item.numbers[:NAMED_SEQUENCES]]
+    look = "look at them"
+    if store is not None:
+        sample = f"mtp-train store sample {store} --tokenizer {tokenizer or 'TARGET'} --sequence"
+        look += f": {sample} {' '.join(map(str, numbers))}"
+    cure = (
+        "make these features again (mtp-train store verify names the shard)"
+        if any(item.damaged for item in bad)
+        else "lower train.learning_rate, or leave these sequences out; the last checkpoint is as it was"
+    )
+    rule = "the training loss must stay finite and must not explode"
+    return UserError(rule, f"{what}: {'; '.join(said)}", f"{cure}; {look}")
 
 
 def _told(item: PackReport) -> str:

@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from mtp_train.batches.pack import load_pack, ordered_packs
+from mtp_train.batches.pack import Features, load_pack, ordered_packs
 from mtp_train.checkpoint.heads import HeadCard, copy_checkpoint, read_card, save_checkpoint
 from mtp_train.core.errors import UserError
 from mtp_train.core.progress import progress, say
@@ -44,8 +44,8 @@ CURVES = "curves.jsonl"
 def train(
     target: Target,
     head: DraftHead,
-    features: FeatureStore,
-    held_out: FeatureStore,
+    features: Features,
+    held_out: Features,
     config: TrainConfig,
     accelerator: Accelerator,
     out: Path,
@@ -64,8 +64,8 @@ class _Trainer:
         self,
         target: Target,
         head: DraftHead,
-        features: FeatureStore,
-        held_out: FeatureStore,
+        features: Features,
+        held_out: Features,
         config: TrainConfig,
         accelerator: Accelerator,
         out: Path,
@@ -166,9 +166,7 @@ class _Trainer:
         if config.loss_vocabulary and head.vocabulary is not None:
             rule = "train.loss_vocabulary is for heads without a draft vocabulary of their own"
             raise UserError(rule, config.loss_vocabulary, "set it to 0")
-        if head.steps is not None and config.rollout_steps != head.steps:
-            rule = f"train.rollout_steps must be {head.steps}, the draft steps of this {head.family} head"
-            raise UserError(rule, config.rollout_steps, "change either")
+        head.require_rollout(config.rollout_steps)
 
     def _vocabulary(self) -> torch.Tensor:
         """The most frequent tokens of the features, in the order of their ids."""
@@ -203,29 +201,29 @@ class _Trainer:
             # DDP averages gradients over ranks; the window's mean is over goals, so undo the average.
             self.accelerator.backward(loss * self.accelerator.num_processes)
             total += loss.detach()
-        norm = self.accelerator.clip_grad_norm_(self.module.parameters(), config.clip)
         value = float(self.accelerator.reduce(total, "sum"))
-        finite = math.isfinite(value) and math.isfinite(float(norm))
-        if not finite or exploded(value, self.curves, config.explode):
-            raise self._alarm(value, float(norm), window, [float(loss) for loss in losses])
+        if not math.isfinite(value) or exploded(value, self.curves, config.explode):
+            raise self._alarm(f"loss {value:.4g}", window, losses)
+        norm = float(self.accelerator.clip_grad_norm_(self.module.parameters(), config.clip))
+        if not math.isfinite(norm):
+            raise self._alarm(f"loss {value:.4g}, gradient norm {norm}", window, losses)
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.average:
             self.average.update_parameters(self.head)
-        return value, float(norm), rate
+        return value, norm, rate
 
-    def _alarm(self, loss: float, norm: float, window: Window, losses: list[float]) -> UserError:
+    def _alarm(self, what: str, window: Window, losses: list[torch.Tensor]) -> UserError:
         """What was wrong with this step, from all ranks; nothing was stepped."""
         counts, rank = self.features.loss_tokens(), self.accelerator.process_index
         mine = []
         for (indices, weight), value in zip(window.packs, losses, strict=True):
             goals = max(denominator(counts[indices].tolist(), self.config.mean_over), 1)
             pack = load_pack(self.features, indices, self.target.device)
-            mine += [report(rank, value / goals, indices, pack)] if weight else []
+            mine += [report(rank, float(value) / goals, indices, pack)] if weight else []
         packs: list[PackReport] = gather_object(mine)
-        tokenizer = self.target.path or "TARGET"
-        sample = f"mtp-train store sample {self.features.place} --tokenizer {tokenizer} --sequence"
-        return alarm(loss, norm, self.step + 1, packs, sample)
+        store = self.features.place if isinstance(self.features, FeatureStore) else None
+        return alarm(f"{what} at step {self.step + 1}", packs, store, self.target.path)
 
     @torch.no_grad()
     def _validate(self) -> None:

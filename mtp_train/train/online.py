@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mtp_train.batches.pack import Features
 from mtp_train.core.errors import UserError
 from mtp_train.engine.engine import Engine, EngineConfig
 from mtp_train.engine.propose import ChainProposer
 from mtp_train.engine.sequences import Completion, Request
 from mtp_train.heads.base import DraftHead
 from mtp_train.models.target import Target
-from mtp_train.store.shards import FeatureStore
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class OnlineConfig:
 
 
 def held_out_requests(
-    held_out: FeatureStore, config: OnlineConfig, stop: frozenset[int], limit: int
+    held_out: Features, config: OnlineConfig, stop: frozenset[int], limit: int
 ) -> list[Request]:
     """Prompts of held-out sequences: the tokens before a sequence's first trained one.
 
@@ -67,8 +67,8 @@ def held_out_requests(
         UserError: no sequence begins with tokens that aren't trained.
     """
     found = []
-    for index in _candidates(held_out, config.prompts):
-        sequence = held_out[index]
+    chosen = _candidates(held_out, config.prompts)
+    for index, sequence in zip(chosen, held_out.read(chosen), strict=True):
         start = int(sequence.loss_mask.argmax())
         if 0 < start < limit:
             prompt = tuple(sequence.tokens[:start].tolist())
@@ -111,7 +111,7 @@ def figures(counts: Tensor) -> dict[str, float]:
     return {"tau": 1.0 + sum(shares), **positions, "steps": steps}
 
 
-def _candidates(held_out: FeatureStore, wanted: int) -> list[int]:
+def _candidates(held_out: Features, wanted: int) -> list[int]:
     """Sequences with trained tokens, evenly spread."""
     trained = held_out.loss_tokens().nonzero()[0].tolist()
     count = min(wanted, len(trained))

@@ -128,7 +128,9 @@ def head_states(
     state_TD: what enters the first step, `head.fuse` of the target's states.
     """
     outs: list[Tensor] = []
-    for token_T, position_T in zip(aligned.token_ST, aligned.position_ST, strict=True):
-        state_TD = head(target.embed(token_T), state_TD, position_T, context)
+    for step, (token_T, position_T) in enumerate(
+        zip(aligned.token_ST, aligned.position_ST, strict=True)
+    ):
+        state_TD = head.at(step)(target.embed(token_T), state_TD, position_T, context)
         outs.append(state_TD)
     return outs
