@@ -49,6 +49,7 @@ class HeadCard:
         state: the target state that its lm_head reads.
         config: how it was trained.
         head: how it is made: the fields of its family's dataclass. `save_checkpoint` fills it in, and the hash.
+        measured: acceptance through the engine at this step, where training measured it: tau and what stands behind it.
     """
 
     family: str
@@ -61,6 +62,7 @@ class HeadCard:
     config: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=versions)
     head: dict[str, Any] = field(default_factory=dict)  # empty: the family's defaults
+    measured: dict[str, Any] = field(default_factory=dict)
 
 
 def save_checkpoint(
@@ -94,6 +96,15 @@ def save_checkpoint(
     write_json(temporary / CARD, asdict(card) | own)
     for path in temporary.glob("*.safetensors"):
         usual_mode(path)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(temporary, folder)
+
+
+def copy_checkpoint(source: Path, folder: Path) -> None:
+    """Put a copy of a whole checkpoint in place of `folder`, atomically."""
+    temporary = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(source, temporary)
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(temporary, folder)
 

@@ -69,7 +69,7 @@ def _work(job: Job, config: TrainConfig, head_config: Any) -> Any:
     states = tuple(dict.fromkeys((target.state, *head.states)))
     features, held_out = (open_features(job, name, target, states) for name in ("train", "heldout"))
     try:
-        train(target, head, features, held_out, config, accelerator, out)
+        train(target, head, features, held_out, config, accelerator, out, job.stop)
     finally:
         for tracker in accelerator.trackers:
             tracker.finish()
