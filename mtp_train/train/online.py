@@ -11,6 +11,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,7 +30,7 @@ class OnlineConfig:
 
     Attributes:
         every: optimiser steps between two measurements, the last step being measured too; 0 is off.
-        prompts: how many, spread evenly over the held-out sequences.
+        prompts: how many, a fixed draw of the held-out sequences.
         drafts: k, drafted tokens per step.
         max_new_tokens: longest output.
     """
@@ -112,10 +113,9 @@ def figures(counts: Tensor) -> dict[str, float]:
 
 
 def _candidates(held_out: Features, wanted: int) -> list[int]:
-    """Sequences with trained tokens, evenly spread."""
-    trained = held_out.loss_tokens().nonzero()[0].tolist()
-    count = min(wanted, len(trained))
-    return [trained[place * len(trained) // count] for place in range(count)]
+    """A fixed draw of sequences with trained tokens: a stride would fall in step with interleaved kinds."""
+    trained = held_out.loss_tokens().nonzero()[0]
+    return sorted(np.random.default_rng(0).permutation(trained)[:wanted].tolist())
 
 
 def _sizes(requests: Sequence[Request], config: OnlineConfig) -> EngineConfig:
