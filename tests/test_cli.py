@@ -30,7 +30,7 @@ from mtp_train.precompute.stage import PrecomputeConfig
 from mtp_train.regenerate.journal import Journal
 from mtp_train.regenerate.stage import RegenerateConfig
 from mtp_train.store.shards import FeatureStore
-from mtp_train.train.loop import TrainConfig
+from mtp_train.train.config import TrainConfig
 
 REPOSITORY = Path(__file__).parents[1]
 PROMPTS = {

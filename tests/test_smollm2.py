@@ -23,7 +23,8 @@ from mtp_train.store.shards import FeatureStore
 from mtp_train.text.joined import join_turns
 from mtp_train.text.sources import Answer
 from mtp_train.text.template import ChatTemplate
-from mtp_train.train.loop import TrainConfig, train
+from mtp_train.train.config import TrainConfig
+from mtp_train.train.loop import train
 
 QUESTIONS = (
     "How do I keep basil alive on a windowsill?",

@@ -28,9 +28,11 @@ from mtp_train.losses.chunked import LossValues
 from mtp_train.losses.weights import denominator
 from mtp_train.models.target import Target
 from mtp_train.store.shards import FeatureStore
-from mtp_train.train.loop import CURVES, OPTIMIZER, TrainConfig, train
+from mtp_train.train.config import TrainConfig
+from mtp_train.train.loop import CURVES, train
 from mtp_train.train.metrics import ValidationSums, joint_prefix
 from mtp_train.train.optim import learning_rate
+from mtp_train.train.state import OPTIMIZER
 from mtp_train.train.step import PackLoss, RolloutModule
 
 # No momentum and no clipping: Adam's first moment is the step's own gradient.

@@ -43,7 +43,8 @@ from mtp_train.precompute.stage import PrecomputeConfig, precompute
 from mtp_train.store.shards import FeatureStore
 from mtp_train.text.joined import join_turns
 from mtp_train.text.sources import Answer, read_answers
-from mtp_train.train.loop import TrainConfig, train
+from mtp_train.train.config import TrainConfig
+from mtp_train.train.loop import train
 
 TAU_TOLERANCE = 0.05
 POSITION_TOLERANCE = 0.03

@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -47,6 +50,52 @@ def load_config(overrides: list[str]) -> dict[str, Any]:
     return {str(key): value for key, value in resolved.items()} | {"recipe": name}
 
 
+@dataclasses.dataclass(frozen=True)
+class Alternatives:
+    """An override of a command line, and those that a sweep makes of it.
+
+    Attributes:
+        key: without Hydra's prefixes.
+        lines: the overrides `key=value` that stand in its place; one if it is no sweep.
+        swept: whether Hydra's grammar says that it is a sweep, be it of one value.
+    """
+
+    key: str
+    lines: tuple[str, ...]
+    swept: bool
+
+
+def alternatives(overrides: list[str]) -> list[Alternatives]:
+    """A sweep's command line in Hydra's grammar: `head=mtp,eagle`, `train.seed=range(0,3)`, `head=glob(e*)`.
+
+    Of overrides of the same key the last one counts.
+    """
+    found: dict[str, Alternatives] = {}
+    try:
+        with initialize_config_dir(str(conf_folder()), version_base="1.3"):
+            parser = OverridesParser.create(GlobalHydra.instance().config_loader())
+            for override in parser.parse_overrides(overrides):
+                found[override.get_key_element()] = _alternatives(override)
+    except HydraException as error:
+        raise _explained(str(error), overrides) from error
+    return list(found.values())
+
+
+def quoted(text: str) -> str:
+    """A value that Hydra reads as this very text, whatever is in it."""
+    return QuotedString(text, Quote.double).with_quotes()
+
+
+def _alternatives(override: Override) -> Alternatives:
+    key, line = override.get_key_element(), str(override.input_line)
+    if not override.is_sweep_override():
+        return Alternatives(key.lstrip("+~"), (line,), swept=False)
+    lines = tuple(dict.fromkeys(f"{key}={value}" for value in override.sweep_string_iterator()))
+    if not lines:
+        raise UserError("a sweep must have values", line, "correct the override")
+    return Alternatives(key.lstrip("+~"), lines, swept=True)
+
+
 def _free(override: str) -> str:
     """Sets of prompts are named freely: such keys are set whether or not the defaults have them."""
     return f"++{override}" if override.startswith(FREE) else override
@@ -57,6 +106,13 @@ def _explained(reason: str, overrides: list[str]) -> UserError:
     missing = re.search(r"full_key: (\S+)", reason)
     if "Missing mandatory value" in reason and missing:
         return UserError(f"{missing[1]} is needed", "nothing", f"add {missing[1]}=VALUE")
+    if "--multirun" in reason:
+        several = re.search(r"argument '(.+?)'\s", reason)
+        return UserError(
+            "several values for a key are a sweep",
+            several[1] if several else " ".join(overrides),
+            "add -m, or write a list as key=[a,b] and a text as key='\"a,b\"'",
+        )
     unknown = re.search(r"Could not override '([^']+)'", reason)
     if unknown:
         with initialize_config_dir(str(conf_folder()), version_base="1.3"):

@@ -74,7 +74,7 @@ def _work(job: Job, config: EvaluateConfig) -> Any:
         "dtype": str(target.dtype).removeprefix("torch."),
         "max_new_tokens": config.max_new_tokens,
         "sets": figures,
-        "validation": measure.validation_figures(target, head, sets[0], _last_validation(job)),
+        "validation": measure.validation_figures(target, head, sets[0], last_validation(job)),
         "lossless": lossless,
         "speed": speed,
         "examples": measure.make_examples(job.tokenizer, sets[0], completions, config.examples),
@@ -92,19 +92,26 @@ def _work(job: Job, config: EvaluateConfig) -> Any:
 def _sets(job: Job, config: EvaluateConfig) -> list[PromptSet]:
     """The held-out prompts first, then those out of domain where the run has any."""
     stop = job.stop
-    found = [name for name in SETS if job.folder.answers(name).is_file()]
     return [
         prompt_set(
             name, read_answers(job.folder.answers(name), Accounting()), stop, config.max_new_tokens
         )
-        for name in found
+        for name in set_names(job)
     ]
 
 
-def _last_validation(job: Job) -> dict[str, float]:
+def set_names(job: Job) -> list[str]:
+    """The sets that have answers."""
+    return [name for name in SETS if job.folder.answers(name).is_file()]
+
+
+def last_validation(job: Job) -> dict[str, float]:
     """The trainer's own last figures on the held-out features."""
-    rows = [
-        json.loads(line)
-        for line in (job.folder.stage("train") / CURVES).read_text(encoding="utf-8").splitlines()
-    ]
-    return next((row["validation"] for row in reversed(rows) if "validation" in row), {})
+    rows = reversed(curves(job))
+    return next((row["validation"] for row in rows if "validation" in row), {})
+
+
+def curves(job: Job) -> list[dict[str, Any]]:
+    """What the trainer wrote at every step and validation."""
+    text = (job.folder.stage("train") / CURVES).read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]

@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from mtp_train.cli.config import load_config, section
 from mtp_train.cli.run_folder import RunFolder
+from mtp_train.core.dist import Ranks, launched_ranks
 from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import folder_digest, read_json
 from mtp_train.engine.engine import EngineConfig
@@ -35,7 +36,7 @@ from mtp_train.precompute.stage import PrecomputeConfig
 from mtp_train.regenerate.stage import RegenerateConfig
 from mtp_train.text.sources import DataConfig
 from mtp_train.text.template import ChatTemplate
-from mtp_train.train.loop import TrainConfig
+from mtp_train.train.config import TrainConfig
 
 PRECISIONS = {"bfloat16": "bf16", "float32": "no"}  # ours -> accelerate's
 TRACKERS = ("tensorboard", "wandb")
@@ -87,6 +88,46 @@ class RunConfig:
             raise UserError("threads must be 0 or more", self.threads, "use 0 for torch's choice")
 
 
+@dataclass(frozen=True)
+class SweepConfig:
+    """What belongs to a sweep as a whole.
+
+    Attributes:
+        name: the folder below `<run>/sweeps`; empty: made of the swept keys.
+        metric: what the table is sorted by: a figure of the last validation or of the evaluation; empty: the stage's
+            own tau.
+    """
+
+    name: str = ""
+    metric: str = ""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"([A-Za-z0-9_][A-Za-z0-9_.+-]*)?", self.name):
+            raise UserError(
+                "sweep.name must be a folder's name of letters, digits and _ . + -",
+                self.name,
+                "choose another",
+            )
+
+
+@dataclass
+class Process:
+    """What the jobs of one process share.
+
+    Attributes:
+        targets: by path and dtype.
+        digests: of a target folder's weights and texts, by path.
+    """
+
+    targets: dict[tuple[str, str], Target] = field(default_factory=dict)
+    digests: dict[str, tuple[str, list[str]]] = field(default_factory=dict)
+
+    @cached_property
+    def ranks(self) -> Ranks:
+        """Made once: ranks that meet count their meetings."""
+        return launched_ranks()
+
+
 SECTIONS: dict[str, type[Any]] = {
     "regenerate": RegenerateConfig,
     "data": DataConfig,
@@ -96,13 +137,15 @@ SECTIONS: dict[str, type[Any]] = {
     "engine": EngineConfig,
     "evaluate": EvaluateConfig,
     "export": ExportConfig,
+    "sweep": SweepConfig,
 }
 
 
 class Job:
-    """One invocation."""
+    """One configuration of a command: its only one, or one of a sweep's."""
 
-    def __init__(self, overrides: list[str]) -> None:
+    def __init__(self, overrides: list[str], process: Process | None = None) -> None:
+        self.process = process or Process()
         self.config = load_config(overrides)
         self.command = " ".join(["mtp-train", *overrides])
         top = {item.name for item in fields(RunConfig)}
@@ -119,7 +162,6 @@ class Job:
         self.head_config = self._head_config()
         if not not_held(self.head_config):  # others are never served from the run folder
             require_servable(self.folder.root)
-        self._targets: dict[str, Target] = {}
         transformers_logging.disable_progress_bar()
         transformers_logging.set_verbosity_error()
         if self.run.threads:
@@ -145,26 +187,29 @@ class Job:
 
     def target(self, dtype: str | None = None, tensor_parallel: int = 1) -> Target:
         """The target in the configured dtype, or in another."""
-        wanted = dtype or self.target_config.dtype
-        if wanted not in self._targets:
-            values = self.target_config
-            self._targets[wanted] = Target.load(
-                values.path,
-                wanted,
+        values, targets = self.target_config, self.process.targets
+        wanted = (values.path, dtype or values.dtype)
+        if wanted not in targets:
+            targets[wanted] = Target.load(
+                *wanted,
                 device=self.device,
                 trust_remote_code=values.trust_remote_code,
                 tensor_parallel=tensor_parallel,
             )
-        return self._targets[wanted]
+        return targets[wanted]
 
     @cached_property
     def target_inputs(self) -> dict[str, Any]:
         """What of the target a stage depends on."""
-        values = self.target_config
+        values, digests = self.target_config, self.process.digests
         folder = require_model_folder(values.path)
+        if values.path not in digests:
+            texts = [folder_digest(folder, pattern) for pattern in ("*.json", "*.jinja")]
+            digests[values.path] = target_hash(folder), texts
+        weights, texts = digests[values.path]
         return {
-            "hash": target_hash(folder),
-            "texts": [folder_digest(folder, pattern) for pattern in ("*.json", "*.jinja")],
+            "hash": weights,
+            "texts": texts,
             "dtype": values.dtype,
             "chat_template_kwargs": values.chat_template_kwargs,
         }

@@ -15,12 +15,15 @@ from mtp_train.core.errors import UserError
 STAGES = ("regenerate", "precompute", "train", "evaluate", "report", "export")
 PLAN = "plan"  # a look ahead: no part of a run
 TOOLS = ("inspect", "store")  # with arguments of their own, and without a run
+SWEEP = ("-m", "--multirun")  # Hydra's own flags
 USAGE = f"""usage: mtp-train STAGE [recipe=NAME] [key=value ...]
+       mtp-train train -m [recipe=NAME] [key=value,value ...]
        mtp-train TOOL [arguments]         (mtp-train TOOL --help tells them)
 
 stages: {", ".join(STAGES)}
         plan           disk, memory and hours of the configuration, before anything is loaded
         run            all of them, in this order; what is done already is not done again
+        train -m, evaluate -m    a sweep: a job for each choice of values, and a table of them all
 tools:  inspect        what a data set trains: its masks in colour, lengths, duplicates, refused rows
         store          look into a feature store: verify, stat or sample
 
@@ -48,6 +51,10 @@ def dispatch(name: str, overrides: list[str]) -> None:
             name,
             "see mtp-train --help",
         )
+    if set(SWEEP) & set(overrides):
+        rest = [item for item in overrides if item not in SWEEP]
+        command("sweep").sweep(name, rest)
+        return
     # Stages load torch and transformers; a typing mistake should not wait for them.
     from mtp_train.cli.job import Job
 

@@ -8,22 +8,36 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from torch import distributed
 
 from mtp_train.checkpoint.heads import TENSORS, read_card, warm_start
+from mtp_train.cli.features import open_features, require_current, trained_counts
 from mtp_train.cli.job import PRECISIONS, Job
-from mtp_train.cli.main import guarded
+from mtp_train.cli.main import dispatch, guarded
 from mtp_train.cli.run_folder import run_stage
-from mtp_train.core.dist import launched_ranks
 from mtp_train.core.provenance import file_digest
 from mtp_train.heads.families import build_head
-from mtp_train.store.shards import FeatureStore
-from mtp_train.train.loop import TrainConfig, train
+from mtp_train.train.config import TrainConfig
+from mtp_train.train.loop import train
 
 
 def stage(job: Job) -> None:
+    fit(job)
+    part()
+
+
+def part() -> None:
+    """End the ranks' process group: no job of this process trains any more."""
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def fit(job: Job) -> None:
+    """The stage, one of several of a process: their process group stays."""
     config: TrainConfig = job.section("train", TrainConfig)
     head_config = job.head_config
     before = job.folder.require("precompute")["outputs"]
+    require_current(job, before)
     inputs = [
         asdict(config),
         asdict(head_config),
@@ -32,19 +46,18 @@ def stage(job: Job) -> None:
         job.config["precision"],
         read_card(Path(config.warm_start)).sha256 if config.warm_start else "",
     ]
-    ranks = launched_ranks()
     run_stage(
         job.folder,
         "train",
         inputs,
         lambda: _work(job, config, head_config),
-        ranks,
+        job.process.ranks,
         whole=(job.folder.head / TENSORS).is_file,
     )
 
 
 def _work(job: Job, config: TrainConfig, head_config: Any) -> Any:
-    counts_V = FeatureStore(job.features("train")).token_counts(trained=True)
+    counts_V = trained_counts(job)
     out = job.folder.stage("train")
     accelerator = _accelerator(job, out)
     target = job.target()
@@ -54,19 +67,13 @@ def _work(job: Job, config: TrainConfig, head_config: Any) -> Any:
         else build_head(target, head_config, config.seed, counts_V)
     )
     states = tuple(dict.fromkeys((target.state, *head.states)))
-    features, held_out = (
-        FeatureStore(job.features(name), states, checked=True) for name in ("train", "heldout")
-    )
-    train(
-        target,
-        head,
-        features,
-        held_out,
-        config,
-        accelerator,
-        out,
-    )
-    accelerator.end_training()
+    features, held_out = (open_features(job, name, target, states) for name in ("train", "heldout"))
+    try:
+        train(target, head, features, held_out, config, accelerator, out, job.stop)
+    finally:
+        for tracker in accelerator.trackers:
+            tracker.finish()
+        accelerator.free_memory()
     return file_digest(job.folder.head / TENSORS)
 
 
@@ -84,4 +91,4 @@ def _accelerator(job: Job, out: Any) -> Accelerator:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(lambda: stage(Job(sys.argv[1:]))))
+    sys.exit(guarded(lambda: dispatch("train", sys.argv[1:])))

@@ -65,6 +65,20 @@ class Ranks:
             self.store.set(f"{key}/open", "yes")
         self.store.wait([f"{key}/open"], PATIENCE)
 
+    def all_say(self, what: str, patience: timedelta) -> bool:
+        """Whether every rank says `what`, each thing once, before the patience of this one ends."""
+        if self.world == 1:
+            return True
+        assert self.store is not None, "several ranks meet at a store"
+        key = f"mtp_train/said/{what}"
+        if self.store.add(key, 1) == self.world:
+            self.store.set(f"{key}/by_all", "yes")
+        try:
+            self.store.wait([f"{key}/by_all"], patience)
+        except distributed.DistStoreError:
+            return False
+        return True
+
     def grouped(self, size: int) -> Ranks:
         """The same ranks, `size` of them to a unit, each unit in a process group of its own."""
         if size == 1:

@@ -1,0 +1,113 @@
+"""How a head is fitted: the section `train` of a run's configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mtp_train.core.errors import UserError
+from mtp_train.losses.terms import LossConfig, default_weights
+from mtp_train.train.online import OnlineConfig
+
+KEEPS = ("last", "best")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How a head is fitted.
+
+    Attributes:
+        epochs: passes over the features.
+        rows: row budget of one pack (a micro-batch on one rank).
+        accumulation: packs per rank and optimiser step.
+        rollout_steps: draft steps trained: step 1 on the target's states, later ones on the head's own.
+        step_weights, decay: geometric (each step `decay` times the one before it), fastmtp or uniform.
+        loss: weights of loss terms by name (`losses.terms.TERMS`); 0 is off.
+        lk_eta: the term `lk`'s own parameter.
+        mean_over: tokens, or sequences: each trained token counts the same, or each sequence.
+        loss_vocabulary: train on this many of the features' most frequent tokens, p and q renormalised there;
+            0 is the whole vocabulary. Validation and the engine always use the whole.
+        warm_start: a head's checkpoint to begin from, of the same family and options; empty: a fresh head.
+        learning_rate, warmup_steps, beta1, beta2, weight_decay, clip: AdamW, cosine to 2 % of the peak.
+        validations: how often in the run the held-out features are measured.
+        checkpoints: how often in the run a resumable checkpoint is written; the newest two are kept.
+        online_eval: acceptance through the engine while training; the best head by it is kept beside the last.
+        keep: which head the run ends with, `last` or `best`.
+        ema: decay of the average of weights that is measured and kept in place of the weights themselves
+            (`train.average`); 0 is off.
+        feature_noise: a of the noise U(-a, a) on the states that the head is fed in training (`train.noise`); 0 is off.
+        explode: a loss this many times its running median stops the run (`train.guard`); 0 is off.
+    """
+
+    epochs: int = 3
+    rows: int = 512
+    accumulation: int = 1
+    rollout_steps: int = 3
+    step_weights: str = "geometric"
+    decay: float = 0.7
+    loss: dict[str, float] = field(default_factory=default_weights)
+    lk_eta: float = 3.0
+    mean_over: str = "tokens"
+    loss_vocabulary: int = 0
+    warm_start: str = ""
+    learning_rate: float = 1e-3
+    warmup_steps: int = 20
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    seed: int = 0
+    validations: int = 6
+    checkpoints: int = 4
+    online_eval: OnlineConfig = field(default_factory=OnlineConfig)
+    keep: str = "last"
+    ema: float = 0.0
+    feature_noise: float = 0.0
+    explode: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in (
+            "epochs",
+            "rows",
+            "accumulation",
+            "rollout_steps",
+            "validations",
+            "checkpoints",
+        ):
+            if getattr(self, name) < 1:
+                raise UserError(f"train.{name} must be 1 or more", getattr(self, name), "raise it")
+        if self.learning_rate <= 0 or self.clip <= 0 or self.loss_vocabulary < 0:
+            values = {
+                key: getattr(self, key) for key in ("learning_rate", "clip", "loss_vocabulary")
+            }
+            raise UserError(
+                "train.learning_rate and clip must be above 0, loss_vocabulary 0 or more",
+                values,
+                "raise it",
+            )
+        self._require_stabilisers()
+        self.losses()  # refuses unknown terms and values out of range
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
+            raise UserError(
+                "train.beta1 and beta2 must lie in [0, 1)", (self.beta1, self.beta2), "use 0.9"
+            )
+
+    def _require_stabilisers(self) -> None:
+        if self.keep not in KEEPS:
+            raise UserError(
+                "train.keep must be one of " + ", ".join(KEEPS), self.keep, "choose one"
+            )
+        if self.keep == "best" and not self.online_eval.every:
+            raise UserError(
+                "train.keep=best needs measured acceptance",
+                "train.online_eval.every=0",
+                "set it to a number of steps",
+            )
+        if not 0 <= self.ema < 1:
+            raise UserError("train.ema must lie in [0, 1)", self.ema, "use 0.999, or 0 for none")
+        if self.feature_noise < 0:
+            raise UserError("train.feature_noise must be 0 or more", self.feature_noise, "use 0.1")
+        if self.explode != 0 and self.explode <= 1:
+            raise UserError("train.explode must be above 1, or 0", self.explode, "use 10")
+
+    def losses(self) -> LossConfig:
+        return LossConfig(self.loss, self.lk_eta, self.step_weights, self.decay, self.mean_over)
