@@ -3,8 +3,9 @@
     tools/setup_peer.sh
     python tools/bench_trainer.py --target FOLDER --out runs/bench_trainer.json
 
-Every side is a process of its own that stays up. They make their steps in turns, so that a slow minute of the machine
-slows all of them; the first step of each is not counted. A step is forward, loss, backward, clipping and AdamW, in
+Every side is a process of its own. They make their steps in turns, so that a slow minute of the machine slows all of
+them; those of `llama`, too large to stay up together, one side after the other. The first step of each is not counted:
+memory is allocated in it. A step is forward, loss, backward, clipping and AdamW, in
 bfloat16 autocast, of the same documents, states, dimensions and draft steps, every token trained:
 
     peer      hard cross-entropy on the labels (its only loss for MTP), step weights .51, .31, .18
@@ -60,6 +61,7 @@ class Case:
     documents: tuple[int, ...]  # lengths
     steps: int
     pairs: int  # counted steps of each side
+    together: bool  # all sides up at once, in turns; else one after the other
 
 
 def main() -> int:
@@ -96,10 +98,14 @@ def cases(args: argparse.Namespace) -> list[Case]:
         config = json.loads((args.target / "config.json").read_text(encoding="utf-8"))
         for name in args.documents:
             documents = split(args.rows, DOCUMENTS[name])
-            found.append(Case("smollm2", args.target, config, documents, args.steps, args.pairs))
+            found.append(
+                Case("smollm2", args.target, config, documents, args.steps, args.pairs, True)
+            )
     if args.llama_rows:
         documents = split(args.llama_rows, DOCUMENTS["several"])
-        found.append(Case("llama", None, LLAMA, documents, args.llama_steps, args.llama_pairs))
+        found.append(
+            Case("llama", None, LLAMA, documents, args.llama_steps, args.llama_pairs, False)
+        )
     return found
 
 
@@ -111,14 +117,22 @@ def compare(case: Case, threads: int, peer_python: Path) -> dict[str, Any]:
         subprocess.run([*ours, "rows"], check=True, env=environment())
         commands = {PEER: [str(peer_python), str(SIDES / "speculators_mtp.py"), str(spec)]}
         commands |= {name: [*ours, name] for name in OURS}
-        sides = {name: Side(command) for name, command in commands.items()}
-        for number in range(case.pairs + 1):
-            turn = number % len(sides)
-            for name in [*sides, *sides][turn : turn + len(sides)]:
-                sides[name].step()
-        figures = {name: side.figures(sum(case.documents)) for name, side in sides.items()}
+        groups = [list(commands)] if case.together else [[name] for name in commands]
+        figures: dict[str, dict[str, Any]] = {}
+        for names in groups:
+            sides = {name: Side(commands[name]) for name in names}
+            take_turns(sides, case.pairs + 1)
+            figures |= {name: side.figures(sum(case.documents)) for name, side in sides.items()}
     sizes = {"shape": case.shape, "documents": case.documents, "steps": case.steps}
     return sizes | {"sides": figures, "ours_to_peer": ratios(figures)}
+
+
+def take_turns(sides: dict[str, Side], rounds: int) -> None:
+    """A step of each side in every round; who begins changes."""
+    for number in range(rounds):
+        first = number % len(sides)
+        for name in [*sides, *sides][first : first + len(sides)]:
+            sides[name].step()
 
 
 def write_spec(case: Case, threads: int, folder: Path) -> Path:

@@ -48,22 +48,19 @@ def train(target: Target, spec: dict[str, Any], loss: LossConfig) -> None:
     optimizer = make_optimizer(head, spec["learning_rate"], (0.9, 0.95), 0.01)
     module, optimizer = accelerator.prepare(RolloutModule(head, target, loss=loss), optimizer)
     pack = load_pack(spec)
-    goals = len(pack.token_T) - 2 * len(spec["documents"])
-    valid = sum(
-        max(length - 2 - step, 0) for length in spec["documents"] for step in range(spec["steps"])
-    )
+    chains = chains_by_step(spec)
 
     def step() -> float:
         with accelerator.autocast():
             result = module(pack, spec["steps"])
-        value = result.values.loss / goals
+        value = result.values.loss / chains[0]
         accelerator.backward(value)
         accelerator.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         return float(value.detach())
 
-    serve(step, trained=valid)
+    serve(step, trained=sum(chains))
 
 
 def load_target(spec: dict[str, Any]) -> Target:
@@ -90,6 +87,14 @@ def load_pack(spec: dict[str, Any]) -> Pack:
     return Pack(
         keys, offsets, rows["token"], torch.ones_like(rows["token"]), {POST_NORM: rows["state"]}
     )
+
+
+def chains_by_step(spec: dict[str, Any]) -> list[int]:
+    """How many predictions each draft step makes (see `batches.align`)."""
+    return [
+        sum(max(length - 2 - step, 0) for length in spec["documents"])
+        for step in range(spec["steps"])
+    ]
 
 
 def offsets_of(spec: dict[str, Any]) -> tuple[int, ...]:
