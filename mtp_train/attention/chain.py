@@ -159,7 +159,10 @@ class _Document:
                 yield _Tile(heads, first, last, shared, self.own, skipped, seen)
 
     def weights(self, tile: _Tile) -> tuple[Tensor, Tensor | None]:
-        """Softmax weights of a tile [heads, queries, columns], and the soft cap's slope at their scores."""
+        """Softmax weights of a tile [heads, queries, columns], and the soft cap's slope at their scores.
+
+        Both in float32 at least under a soft cap.
+        """
         query, key = self.query_GNd[tile.queries], tile.columns(self.key_GMd).transpose(1, 2)
         slope = None
         if self.softcap is None:
@@ -172,7 +175,7 @@ class _Document:
             score[..., : self.own] = self.own_GNS[tile.queries]
             slope = (1 - (score / self.softcap).square_()).clamp_(min=0)
         self._hide(score, tile)
-        return score.softmax(-1).to(query.dtype), slope
+        return score.softmax(-1), slope
 
     def _hide(self, score: Tensor, tile: _Tile) -> None:
         rows = tile.last - tile.first
@@ -230,7 +233,7 @@ def _attend(document: _Document) -> tuple[Tensor, Tensor]:
     out_GNw = query.new_empty(*query.shape[:2], value.shape[-1])
     weight_GNS = torch.empty_like(document.own_GNS, dtype=query.dtype)
     for tile in document.tiles():
-        weight, _ = document.weights(tile)
+        weight = document.weights(tile)[0].to(query.dtype)
         out_GNw[tile.queries] = weight @ tile.columns(value)
         weight_GNS[tile.queries] = weight[..., : document.own]
     return _by_row(out_GNw, document), _by_row(weight_GNS, document)
@@ -252,13 +255,14 @@ def _attend_backward(
         torch.empty_like(document.own_GNS, dtype=query.dtype) for _ in range(2)
     )
     for tile in document.tiles():
-        (weight, slope), grad = document.weights(tile), grad_GNw[tile.queries]
+        (soft, slope), grad = document.weights(tile), grad_GNw[tile.queries]
+        weight = soft.to(query.dtype)
         tile.accumulate(value_grad, weight, grad)
         weight_grad = grad @ tile.columns(value).transpose(1, 2)
         weight_grad[..., : own_grad_GNS.shape[-1]] = own_grad_GNS[tile.queries]
-        score_grad = torch._softmax_backward_data(weight_grad, weight, -1, weight.dtype)
+        score_grad = torch._softmax_backward_data(weight_grad.to(soft.dtype), soft, -1, soft.dtype)
         if slope is not None:
-            score_grad = (score_grad * slope).to(score_grad.dtype)
+            score_grad = (score_grad * slope).to(query.dtype)
         query_grad[tile.queries] = score_grad @ tile.columns(key)
         tile.accumulate(key_grad, score_grad, query[tile.queries])
         weight_GNS[tile.queries] = weight[..., : document.own]
