@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from head_variants import VARIANTS, make_variant
-from test_families import CONFIGS
+from toy_families import CONFIGS, toy
 
 from mtp_train.attention.packed import PackedContext, RolloutContext
 from mtp_train.batches.align import rollout
@@ -50,6 +51,34 @@ def test_training_logits_equal_the_engines_for_a_target_with_q_and_k_norms(
     head = build_head(target, config(block=block), 3, torch.arange(target.vocab_size))
     assert ("block.self_attn.q_norm.weight" in head.state_dict()) == (block == "target")
     hold_engine_against_training(target, head, texts, monkeypatch)
+
+
+TRAITS = [name for name in CONFIGS if name not in ("llama", "mistral", "qwen2", "qwen3")]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [MtpConfig(), MtpConfig(modules=2), EagleConfig()],
+    ids=["mtp", "mtp-2-modules", "eagle"],
+)
+@pytest.mark.parametrize("name", TRAITS)
+def test_training_logits_equal_the_engines_for_every_target(
+    texts: list[torch.Tensor], name: str, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows, caps, sinks, latent keys and values, experts: also where a draft's window leaves rows behind."""
+    hold_engine_against_training(toy(name), build_head(toy(name), config, 3), texts, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "config", [MtpConfig(block="llama"), Eagle3Config(block="llama")], ids=["mtp", "eagle3"]
+)
+@pytest.mark.parametrize("name", ["gemma3", "deepseek_v2", "gpt_oss"])
+def test_a_llama_block_beside_another_kind_of_layer(
+    texts: list[torch.Tensor], name: str, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(config, init="random")
+    head = build_head(toy(name), config, 3, torch.arange(61))
+    hold_engine_against_training(toy(name), head, texts, monkeypatch)
 
 
 def hold_engine_against_training(

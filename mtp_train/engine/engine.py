@@ -86,8 +86,6 @@ class Engine:
             target.layers + self.proposer.cache_layers,
             self.pages.pages,
             self.config.page_size,
-            target.kv_heads,
-            target.head_width,
             dtype=target.dtype,
             device=target.device,
         )

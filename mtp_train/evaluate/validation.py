@@ -47,8 +47,6 @@ def _first_draft(target: Target, head: DraftHead, answer: Answer) -> Tensor:
         target.layers + head.cache_layers,
         len(pages[0]),
         PAGE,
-        target.kv_heads,
-        target.head_width,
         dtype=target.dtype,
         device=target.device,
     )

@@ -10,7 +10,9 @@ With t the target's logits, z the head's, p and q their softmax and d = z - t, t
     tv           q (sum m q - m), m = [q < p]        nla         tv's / alpha
     lk           lambda kl's + (1 - lambda) tv's     hard_ce     q - [label]
 
-so every sum of them is a q - b p - c m q + r q d - h [label] with one number per goal for each letter.
+so every sum of them is a q - b p - c m q + r q d - h [label] with one number per goal for each letter. A target that
+caps its logits, c tanh(x / c), caps t, and z where the head shares its lm_head: the gradient by x is that by z times
+1 - (z / c)^2.
 
 Shapes: N goals, S draft steps, C goals of a chunk, D the target's width, E the head's width (D unless its output
 matrix is its own), V vocabulary (or the part of it that the matrices hold).
@@ -51,6 +53,7 @@ def distill(
     label_N: Tensor | None = None,
     student_head: Tensor | None = None,
     lk_eta: float = 3.0,
+    softcap: float | None = None,
     measure: bool = False,
     chunk: int = CHUNK,
 ) -> LossValues:
@@ -69,9 +72,11 @@ def distill(
         label_N: int64, rows of the matrix, -1 where the label is none of them (see `label_rows`); for hard_ce.
         student_head: the head's own output matrix over the same rows, [V, E], or one per step, [S, V, E]; gradients
             flow to it, summed in float32. By default the frozen lm_head.
+        softcap: of the target's logits; a head's own output matrix has none.
         measure: compute alpha and kl too.
     """
-    plan = _Plan({name: float(value) for name, value in weights.items() if value}, lk_eta, measure)
+    chosen = {name: float(value) for name, value in weights.items() if value}
+    plan = _Plan(chosen, lk_eta, softcap, measure)
     assert plan.weights.keys() <= {*ON_DISTRIBUTION, *ON_LABELS}, plan.weights
     assert label_N is not None or "hard_ce" not in plan.weights, "hard_ce needs labels"
     if label_N is None:
@@ -97,6 +102,7 @@ class _Plan:
 
     weights: dict[str, float]
     eta: float
+    softcap: float | None
     measure: bool
 
     @property
@@ -215,6 +221,8 @@ class _Chunk:
         size = (chunk, head_VD.shape[0])
         kinds = (head_VD.dtype, *(self.wide,) * 5)
         self.buffers = [torch.empty(size, dtype=kind, device=head_VD.device) for kind in kinds]
+        capped = 2 if plan.softcap else 0  # the target's logits before the cap, the cap's slope
+        self.extra = [torch.empty_like(self.buffers[1]) for _ in range(capped)]
 
     def teach(self, state_CD: Tensor, label_C: Tensor) -> None:
         """Take in a chunk of goals: the target's distribution, its negative entropy and its choice."""
@@ -229,6 +237,10 @@ class _Chunk:
             return
         torch.mm(state_CD.to(self.head.dtype), self.head.T, out=self.projected)
         self.taught.copy_(self.projected)
+        self.uncapped = self.taught
+        if self.plan.softcap is not None:
+            self.uncapped = self.extra[0][: len(state_CD)].copy_(self.taught)
+            _cap(self.taught, self.plan.softcap)
         peak, self.choice = self.taught.max(-1)
         torch.softmax(self.taught, dim=-1, out=self.p)
         self.log_sum = _log_sum(peak, self.choice, self.p)
@@ -263,7 +275,7 @@ class _Chunk:
         plan, q = self.plan, self.q
         pull = plan.of("kl") + plan.of("soft_ce")
         if plan.plain:
-            self.projected.copy_(q.sub_(self.p))
+            self.projected.copy_(self._before_cap(q.sub_(self.p)))
             return pull
         a_C = torch.full_like(q[:, 0], pull)
         if plan.any("lk"):
@@ -287,7 +299,7 @@ class _Chunk:
             q.add_(self.product, alpha=plan.of("reverse_kl"))  # q d, left there by `compare`
         if plan.any("hard_ce"):
             q.scatter_add_(1, self.label_C1, -h_C.unsqueeze(1))
-        self.projected.copy_(q)
+        self.projected.copy_(self._before_cap(q))
         return 1.0
 
     def to_states(self, step: int) -> Tensor:
@@ -312,13 +324,23 @@ class _Chunk:
         matrix_VE = self._matrix(step)
         torch.mm(state_CE.to(matrix_VE.dtype), matrix_VE.T, out=self.projected)
         if differ:
-            torch.add(self.taught, self.projected, out=self.logits)
+            torch.add(self.uncapped, self.projected, out=self.logits)
         else:
             self.logits.copy_(self.projected)
+        if self.plan.softcap is not None and self.own is None:
+            _cap(self.logits, self.plan.softcap)
+            slope = self.extra[1][: len(self.logits)]
+            torch.div(self.logits, self.plan.softcap, out=slope).square_().neg_().add_(1)
+
+    def _before_cap(self, gradient_CV: Tensor) -> Tensor:
+        """The gradient by the student's logits before their cap, in place."""
+        if self.plan.softcap is None or self.own is not None:
+            return gradient_CV
+        return gradient_CV.mul_(self.extra[1][: len(gradient_CV)])
 
     def _difference(self) -> Tensor:
         """The student's logits minus the target's [C, V]."""
-        if self.own is None:
+        if self.own is None and self.plan.softcap is None:
             return self.projected
         return torch.sub(self.logits, self.taught, out=self.product)
 
@@ -355,3 +377,7 @@ class _Chunk:
 def _log_sum(peak_C: Tensor, choice_C: Tensor, softmax_CV: Tensor) -> Tensor:
     """log sum exp of the logits [C], read off their largest entry: one gather in place of another pass over V."""
     return peak_C - softmax_CV.gather(1, choice_C.unsqueeze(1)).squeeze(1).log()
+
+
+def _cap(logits_CV: Tensor, cap: float) -> None:
+    logits_CV.div_(cap).tanh_().mul_(cap)

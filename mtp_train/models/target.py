@@ -32,7 +32,19 @@ from mtp_train.attention import interface
 from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import folder_digest
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+MODEL_TYPES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "deepseek_v2",
+    "deepseek_v3",
+    "mixtral",
+    "gpt_oss",
+)
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
@@ -79,6 +91,7 @@ class Target:
         name, wanted = interface.register(), require_dtype(dtype)
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            require_architecture(config)
             spread = _spread(config, tensor_parallel) if tensor_parallel > 1 else {}
             model = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -105,6 +118,7 @@ class Target:
         cls, config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32
     ) -> Target:
         """A randomly initialised target: toy models for exact arithmetic."""
+        require_architecture(config)
         config = copy.deepcopy(config)
         config._attn_implementation = interface.register()
         with torch.random.fork_rng():
@@ -157,17 +171,25 @@ class Target:
                 hook.remove()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """lm_head of post-norm states: [..., D] -> [..., V]."""
-        return self.lm_head(hidden)
+        """lm_head of post-norm states, capped where the target caps its logits: [..., D] -> [..., V]."""
+        return capped_logits(self.lm_head(hidden), self.config)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[...] -> [..., D]."""
+        """What the first decoder layer gets: [...] -> [..., D].
+
+        Gemma's rows are sqrt(D) times those of its matrix, here and in serving engines, whose draft heads embed through
+        the target as well.
+        """
         return self.base.get_input_embeddings()(tokens)
 
     @property
     def lm_head(self) -> nn.Linear:
         head: nn.Linear = cast(Any, self.model).get_output_embeddings()
         return head
+
+    @property
+    def logit_softcap(self) -> float | None:
+        return logit_softcap(self.config)
 
     @property
     def hidden_size(self) -> int:
@@ -188,8 +210,10 @@ class Target:
 
     @property
     def head_width(self) -> int:
+        """Of a key; latent attention's values are narrower."""
         return int(
-            getattr(self.config, "head_dim", None)
+            getattr(self.config, "qk_head_dim", None)
+            or getattr(self.config, "head_dim", None)
             or self.hidden_size // self.config.num_attention_heads
         )
 
@@ -219,13 +243,43 @@ def require_architecture(config: PreTrainedConfig) -> None:
             config.model_type,
             "choose another target",
         )
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope not in ROPE_TYPES:
+    for rope in rope_sets(config):
+        kind = rope.get("rope_type", "default")
+        if kind not in ROPE_TYPES:
+            raise UserError(
+                "a target's RoPE must not depend on the batch's length: " + ", ".join(ROPE_TYPES),
+                kind,
+                "choose another target",
+            )
+    if getattr(config, "use_bidirectional_attention", None):
         raise UserError(
-            "a target's RoPE must not depend on the batch's length: " + ", ".join(ROPE_TYPES),
-            rope,
+            "a target must read from left to right",
+            f"{config.model_type} with use_bidirectional_attention",
             "choose another target",
         )
+
+
+def rope_sets(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """The RoPE parameters of a target: one set, or one per layer type."""
+    found = getattr(config, "rope_parameters", None) or {}
+    return list(found.values()) if by_layer_type(config) else [found]
+
+
+def by_layer_type(config: PreTrainedConfig) -> bool:
+    """Whether layers of different types turn differently."""
+    found = getattr(config, "rope_parameters", None) or {}
+    return bool(found) and all(isinstance(value, dict) for value in found.values())
+
+
+def logit_softcap(config: PreTrainedConfig) -> float | None:
+    cap = getattr(config, "final_logit_softcapping", None)
+    return None if cap is None else float(cap)
+
+
+def capped_logits(logits: Tensor, config: PreTrainedConfig) -> Tensor:
+    """What the target makes of its lm_head's output."""
+    cap = logit_softcap(config)
+    return logits if cap is None else interface.soft_capped(logits, cap)
 
 
 def layer_of(state: str, layers: int) -> int:

@@ -98,10 +98,13 @@ class RolloutModule(nn.Module):
             weight_SN=self._weights(aligned, pack),
             label_N=aligned.label_N if part is None else label_rows(aligned.label_N, part),
             student_head=own,
+            softcap=target.logit_softcap,
             measure=measure,
         )
         if measure and part is not None and own is not None:  # the head's own part
-            alpha_SN, agree_SN = part_acceptance(student, teacher, self._whole, own, part)
+            alpha_SN, agree_SN = part_acceptance(
+                student, teacher, self._whole, own, part, target.logit_softcap
+            )
             values = replace(values, alpha_SN=alpha_SN, agree_SN=agree_SN)
         return PackLoss(values, aligned)
 
