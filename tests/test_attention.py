@@ -63,8 +63,6 @@ def test_paged_rows_equal_a_packed_forward(toy_target: Target, counts: tuple[int
         2,
         30,
         PAGE,
-        toy_target.kv_heads,
-        toy_target.head_width,
         dtype=torch.float32,
         device=torch.device("cpu"),
     )

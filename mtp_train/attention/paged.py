@@ -29,27 +29,40 @@ SMALLEST = (
 class PagedKV:
     """Keys and values of every layer in fixed-size pages.
 
+    A layer's pools are made when it first writes, as wide as its own keys and values: a head's layer need not be like
+    the target's, nor a value like a key.
+
     Args:
         layers: layers of the target plus the head's.
         pages, page_size: capacity; a slot is page * page_size + offset.
     """
 
     def __init__(
-        self,
-        layers: int,
-        pages: int,
-        page_size: int,
-        kv_heads: int,
-        width: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, layers: int, pages: int, page_size: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.page_size = page_size
         self.pages = pages
-        shape = (layers, pages * page_size, kv_heads * width)
-        self.key = torch.zeros(shape, dtype=dtype, device=device)
-        self.value = torch.zeros(shape, dtype=dtype, device=device)
+        self.dtype, self.device = dtype, device
+        self._pools: list[tuple[Tensor, Tensor] | None] = [None] * layers
+
+    def write(self, layer: int, slots: Tensor, key_TGd: Tensor, value_TGw: Tensor) -> None:
+        pools = self._pools[layer]
+        if pools is None:
+            pools = self._pools[layer] = (self._pool(key_TGd), self._pool(value_TGw))
+        for pool, rows in zip(pools, (key_TGd, value_TGw), strict=True):
+            pool.index_copy_(0, slots, rows.flatten(1))
+
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [slots, G * d] and values [slots, G * w]."""
+        pools = self._pools[layer]
+        assert pools is not None, "write before read"
+        key, value = pools
+        return key.index_select(0, slots), value.index_select(0, slots)
+
+    def _pool(self, rows: Tensor) -> Tensor:
+        with torch.inference_mode(False):  # a later call may be outside of it
+            size = (self.pages * self.page_size, rows[0].numel())
+            return torch.zeros(size, dtype=self.dtype, device=self.device)
 
 
 @dataclass(frozen=True)
@@ -139,7 +152,7 @@ class PagedContext:
         self.cache = cache
         self.plan = plan
         self.fresh = bool((plan.rows == plan.kv_lengths).all())  # nothing cached before: prefill
-        self.groups = [] if self.fresh else _groups(plan, cache.key.dtype)
+        self.groups = [] if self.fresh else _groups(plan, cache.dtype)
 
     @classmethod
     def of(cls, cache: PagedKV, plan: BatchPlan) -> PagedContext:
@@ -152,8 +165,7 @@ class PagedContext:
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
-        self.cache.key[layer].index_copy_(0, self.plan.slots, key.flatten(1))
-        self.cache.value[layer].index_copy_(0, self.plan.slots, value.flatten(1))
+        self.cache.write(layer, self.plan.slots, key, value)
         if self.fresh:
             return PackedContext(self.plan.qo_indptr.tolist())(layer, query, key, value, scaling)
         kv_heads = key.shape[1]
@@ -174,11 +186,8 @@ class PagedContext:
         _, heads, width = query_THd.shape
         shared = heads // kv_heads
         key, value = (
-            pool[layer]
-            .index_select(0, group.slots)
-            .view(batch, cached, kv_heads, width)
-            .transpose(1, 2)
-            for pool in (self.cache.key, self.cache.value)
+            rows_Sx.view(batch, cached, kv_heads, -1).transpose(1, 2)
+            for rows_Sx in self.cache.read(layer, group.slots)
         )
         # Query heads that share a key/value head become rows of one attention: no copy of the cache per head.
         query = query_THd.view(batch, rows, kv_heads, shared, width).permute(0, 2, 3, 1, 4)

@@ -32,8 +32,8 @@ class Rotary(nn.Module):
         made = plain.Rotary if kind == "llama" else type(target.base.rotary_emb)
         self.inner = made(head_config(target, kind=kind))
 
-    def forward(self, rows: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        cosine_and_sine: tuple[Tensor, Tensor] = self.inner(rows, position_ids=position)
+    def forward(self, rows: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        cosine_and_sine: tuple[Tensor, Tensor] = self.inner(rows, position_ids=position_ids)
         return cosine_and_sine
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
