@@ -17,6 +17,7 @@ from mtp_train.cli.main import dispatch, guarded
 from mtp_train.cli.run_folder import run_stage
 from mtp_train.core.provenance import file_digest
 from mtp_train.heads.families import build_head
+from mtp_train.models.target import target_hash
 from mtp_train.train.config import TrainConfig
 from mtp_train.train.loop import train
 
@@ -45,6 +46,7 @@ def fit(job: Job) -> None:
         job.target_inputs,
         job.config["precision"],
         read_card(Path(config.warm_start)).sha256 if config.warm_start else "",
+        *begun_from(head_config),
     ]
     run_stage(
         job.folder,
@@ -54,6 +56,12 @@ def fit(job: Job) -> None:
         job.process.ranks,
         whole=(job.folder.head / TENSORS).is_file,
     )
+
+
+def begun_from(head_config: Any) -> list[str]:
+    """The digest of the model that a head begins as, if there is one."""
+    path = getattr(head_config, "path", "")
+    return [target_hash(path)] if path else []
 
 
 def _work(job: Job, config: TrainConfig, head_config: Any) -> Any:

@@ -34,9 +34,9 @@ class Rotary(nn.Module):
         self.inner = made(config)
         self.options = {"layer_type": config.layer_types[-1]} if by_layer_type(config) else {}
 
-    def forward(self, rows: Tensor, position: Tensor) -> Any:
+    def forward(self, rows: Tensor, position_ids: Tensor, **options: Any) -> Any:
         """What the block's attention takes as its position embeddings: each class has its own form."""
-        return self.inner(rows, position_ids=position, **self.options)
+        return self.inner(rows, position_ids=position_ids, **(options or self.options))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
         kept = dict(self.inner.named_buffers())

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from mtp_train.core.errors import UserError
-from mtp_train.heads import eagle, eagle3, medusa, mtp
+from mtp_train.heads import draft_model, eagle, eagle3, medusa, mtp
 from mtp_train.heads.base import DraftHead
 from mtp_train.models.target import Target
 
@@ -42,6 +42,11 @@ FAMILIES = {
         medusa.MedusaConfig,
         medusa.MedusaHead,
         lambda target, config, _seed, _counts: medusa.build(target, config),
+    ),
+    "draft_model": Family(
+        draft_model.DraftModelConfig,
+        draft_model.DraftModelHead,
+        lambda target, config, seed, _counts: draft_model.build(target, config, seed),
     ),
 }
 

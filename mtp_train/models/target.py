@@ -8,6 +8,7 @@ Shapes: T rows, D hidden width, V vocabulary.
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -233,6 +234,34 @@ class Target:
     def hash(self) -> str:
         """Digest of the weight files: heads and features are bound to it."""
         return target_hash(self.path) if self.path else "unsaved"
+
+
+def config_values(config: PreTrainedConfig) -> dict[str, Any]:
+    """A model's config as plain JSON values; `config_of` makes it again."""
+    values: dict[str, Any] = json.loads(config.to_json_string())
+    return values
+
+
+def config_of(values: dict[str, Any]) -> PreTrainedConfig:
+    """The config of `config_values`."""
+    rest = {name: value for name, value in values.items() if name != "model_type"}
+    return AutoConfig.for_model(values["model_type"], **rest)
+
+
+def require_same_tokens(path: str | Path, other: str | Path) -> None:
+    """Raise unless two model folders' tokenizers give every text the same ids."""
+    known, found = (load_tokenizer(folder).get_vocab() for folder in (path, other))
+    differ = [
+        f"{token!r} {found.get(token)} for {known.get(token)}"
+        for token in sorted(known.keys() | found.keys())
+        if known.get(token) != found.get(token)
+    ]
+    if differ:
+        raise UserError(
+            "a draft model must have the target's vocabulary, every token with its id",
+            f"{other} with {len(differ)} others: {', '.join(differ[:3])}",
+            "choose a model of the target's family",
+        )
 
 
 def require_architecture(config: PreTrainedConfig) -> None:
