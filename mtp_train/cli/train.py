@@ -59,7 +59,7 @@ def _work(job: Job, config: TrainConfig, head_config: Any) -> Any:
     counts_V = FeatureStore(job.features("train")).token_counts(trained=True)
     out = job.folder.stage("train")
     accelerator = _accelerator(job, out)
-    target = job.target()
+    target = job.target(ends=True)  # it is trained against, not run
     head = (
         warm_start(Path(config.warm_start), target, head_config, counts_V)
         if config.warm_start
