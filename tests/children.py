@@ -179,7 +179,9 @@ def half_line(journal: Journal, row: dict[str, Any]) -> None:
     journal._file.flush()
 
 
-def train_slowly(features: Path, out: Path, log: Path, fate: str = "") -> None:
+def train_slowly(
+    features: Path, out: Path, log: Path, fate: str = "", config: TrainConfig = TRAINING
+) -> None:
     """Train on the features, one line in `log` per pack. `fate`: where the process kills itself, if anywhere."""
     torch.set_num_threads(1)
     target = make_target()
@@ -196,10 +198,12 @@ def train_slowly(features: Path, out: Path, log: Path, fate: str = "") -> None:
         from mtp_train.checkpoint import heads
 
         heads.save_file = dies_at(4, heads.save_file, half)  # the second checkpoint's optimiser
+    if fate == "after a best":  # before the checkpoint that would know of it
+        loop._Trainer._checkpoint = dies_at(1, loop._Trainer._checkpoint)  # type: ignore[method-assign]
     if fate == "before the head":
         loop._Trainer._finish = dies_at(1, loop._Trainer._finish)  # type: ignore[method-assign]
     store = FeatureStore(features)
-    train(target, build(target, MtpConfig()), store, store, TRAINING, Accelerator(cpu=True), out)
+    train(target, build(target, MtpConfig()), store, store, config, Accelerator(cpu=True), out)
 
 
 def make_features(folder: Path) -> FeatureStore:

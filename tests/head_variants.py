@@ -20,10 +20,14 @@ VARIANTS: dict[str, Any] = {
     "mtp": MtpConfig(),
     **ONE_NORM_OUT,
     "mtp-all": MtpConfig(**dict.fromkeys(NORMS, False)),
+    "mtp-2-modules": MtpConfig(modules=2),  # three steps in the tests: one deeper than its modules
+    "mtp-3-modules": MtpConfig(modules=3),
+    "mtp-llama": MtpConfig(block="llama"),
     "eagle": EagleConfig(),
     "eagle3": Eagle3Config(draft_vocabulary=40),
     "eagle3-whole": Eagle3Config(draft_vocabulary=0, norm_before_residual=True),
     "eagle3.1": Eagle3Config(draft_vocabulary=40, fc_norm=True, norm_output=True),
+    "eagle3-llama": Eagle3Config(draft_vocabulary=40, block="llama"),
     "medusa": MedusaConfig(),
     "medusa-frozen": MedusaConfig(layers=2, own_lm_heads=False),
 }

@@ -43,6 +43,9 @@ class ScriptedHead:
         self.calls.append((token, held, position.tolist()))
         return state + OWN
 
+    def at(self, step: int) -> ScriptedHead:
+        return self
+
 
 def trained(
     tokens: list[int], mask: list[int], offsets: list[int], steps: int

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from toys import toy_config
@@ -14,6 +17,10 @@ from mtp_train.engine.engine import Engine, EngineConfig
 from mtp_train.engine.propose import ChainProposer
 from mtp_train.engine.sequences import Request
 from mtp_train.export import mimo
+from mtp_train.export.stage import ExportConfig, export_head
+from mtp_train.heads.eagle import EagleConfig
+from mtp_train.heads.eagle3 import Eagle3Config
+from mtp_train.heads.families import build_head
 from mtp_train.heads.mtp import MtpConfig, build
 from mtp_train.models.target import MODEL_TYPES, Target
 
@@ -75,6 +82,94 @@ def test_a_block_that_the_layout_cannot_hold_is_refused() -> None:
     target = Target.from_config(CONFIGS["qwen3"], seed=1)
     with pytest.raises(UserError, match=r"q_norm"):
         mimo.export_tensors(build(target, MtpConfig()), torch.float32)
+
+
+FAMILIES = pytest.mark.parametrize("config", [MtpConfig, EagleConfig, Eagle3Config])
+
+
+@FAMILIES
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_llama_block_begins_as_a_last_layer_that_it_can_hold(family: str, config: Any) -> None:
+    target = Target.from_config(CONFIGS[family], seed=1)
+    counts = torch.arange(target.vocab_size)
+    own, plain = (
+        build_head(target, config(block=block), 3, counts) for block in ("target", "llama")
+    )
+    assert type(plain.block).__name__ == "LlamaDecoderLayer"
+    expected = own.state_dict()
+    assert plain.state_dict().keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in plain.state_dict().items())
+    rows = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        outs = [
+            head(rows[0], rows[1], torch.arange(9), PackedContext([0, 9])) for head in (own, plain)
+        ]
+    torch.testing.assert_close(outs[1], outs[0], atol=1e-6, rtol=1e-6)
+
+
+@FAMILIES
+def test_a_llama_block_does_not_begin_as_a_layer_that_it_cannot_hold(config: Any) -> None:
+    target = Target.from_config(CONFIGS["qwen2"], seed=1)
+    counts = torch.arange(target.vocab_size)
+    with pytest.raises(UserError, match=r"received qwen2 with .*q_proj.bias.*init=random"):
+        build_head(target, config(block="llama"), 3, counts)
+    build_head(target, config(block="llama", init="random"), 3, counts)
+
+
+@FAMILIES
+def test_a_llama_block_begins_near_a_layer_with_q_and_k_norms(config: Any) -> None:
+    """The control leaves the norms out and keeps the matrices."""
+    target = Target.from_config(
+        Qwen3Config(**SIZES | {"head_dim": 32}, initializer_range=0.3), seed=1
+    )
+    generator = torch.Generator().manual_seed(3)
+    for name, weight in target.model.named_parameters():
+        if "norm" in name:
+            weight.copy_(torch.rand(weight.shape, generator=generator) * 3 + 0.2)
+    counts = torch.arange(target.vocab_size)
+    own, near, far = (
+        build_head(target, config(block=block, embedding_noise=0.0), 3, counts)
+        for block in ("target", "llama", "llama")
+    )
+    kept = far.block.state_dict()
+    plain = {n: v for n, v in own.block.state_dict().items() if n in kept}
+    far.block.load_state_dict(plain)
+    text = torch.arange(1, 41)
+    position, context = torch.arange(40), PackedContext([0, 40])
+    states = target.capture(text, position, context, own.states)
+    with torch.no_grad():
+        logits = [
+            head.logits(
+                target, head(target.embed(text), head.fuse(states), position, context), 0
+            ).log_softmax(-1)
+            for head in (own, near, far)
+        ]
+    found, control = (
+        float((logits[0].exp() * (logits[0] - other)).sum(-1).mean()) for other in logits[1:]
+    )
+    assert 0 < found < 0.5 * control
+
+
+def test_a_llama_block_of_a_qwen3_target_is_exported(tmp_path: Path) -> None:
+    """The layout has no q and k norms: this is the head that such a target is served with."""
+    target = Target.from_config(CONFIGS["qwen3"], seed=1)
+    head = build(target, MtpConfig(block="llama", init="random"), 3)
+    check = export_head(head, target, ExportConfig(), tmp_path / "out", {})
+    assert check and not any(check.values())
+
+
+def test_a_llama_block_turns_as_the_target_does() -> None:
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    target = Target.from_config(toy_config(rope_parameters=rope))
+    own, plain = (build(target, MtpConfig(block=block)) for block in ("target", "llama"))
+    assert torch.equal(plain.rotary.inner.inv_freq, own.rotary.inner.inv_freq)
+
+
+@FAMILIES
+def test_an_unknown_block_lists_those_known(config: Any) -> None:
+    with pytest.raises(UserError, match=r"target, llama.*received gemma"):
+        config(block="gemma")
 
 
 def test_other_types_are_refused_by_name() -> None:

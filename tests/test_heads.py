@@ -24,7 +24,7 @@ from mtp_train.heads.eagle import EagleConfig
 from mtp_train.heads.eagle3 import Eagle3Config
 from mtp_train.heads.families import FAMILIES, build_head, family_of
 from mtp_train.heads.medusa import MedusaConfig
-from mtp_train.heads.mtp import MtpConfig, build
+from mtp_train.heads.mtp import MtpConfig, MtpHead, build
 from mtp_train.heads.vocabulary import choose_vocabulary
 from mtp_train.losses.part import part_acceptance
 from mtp_train.losses.terms import LossConfig
@@ -545,6 +545,44 @@ def test_a_warm_start_on_other_data_keeps_the_draft_vocabulary(
     assert head.vocabulary is not None and again.vocabulary is not None
     assert again.vocabulary.tolist() == head.vocabulary.tolist() == list(range(8))
     assert "its 8 draft tokens cover 15.00% of the trained text" in capsys.readouterr().err
+
+
+def test_a_head_of_several_modules_begins_as_a_head_of_one(
+    toy_target: Target, tmp_path: Path
+) -> None:
+    head = make_variant(toy_target, "mtp")
+    save_checkpoint(tmp_path / "head", head, card(toy_target, head))
+    again = warm_start(tmp_path / "head", toy_target, MtpConfig(modules=3))
+    assert isinstance(again, MtpHead)
+    assert again.config == MtpConfig(modules=3)
+    assert [again.at(step) for step in (0, 1, 2, 3)] == [again, *again.later, again.later[-1]]
+    assert [module.block.self_attn.layer_idx for module in again.in_order()] == [2, 3, 4]
+    for module in again.in_order():
+        mine = module.state_dict()
+        assert all(torch.equal(value, mine[name]) for name, value in head.state_dict().items())
+    weights = {parameter.data_ptr() for parameter in again.parameters()}
+    assert len(weights) == 3 * len(head.state_dict()), "copies, not one tensor for all"
+    save_checkpoint(tmp_path / "several", again, card(toy_target, again))
+    with pytest.raises(UserError, match="modules 3 for 1"):
+        warm_start(tmp_path / "several", toy_target, MtpConfig())
+
+
+def test_a_rollout_must_train_every_module(toy_target: Target) -> None:
+    head = make_variant(toy_target, "mtp-3-modules")
+    head.require_rollout(3)
+    head.require_rollout(5)
+    with pytest.raises(UserError, match=r"rollout_steps must be 3 or more.*received 2"):
+        head.require_rollout(2)
+    with pytest.raises(UserError, match=r"rollout_steps must be 3.*received 4"):
+        make_variant(toy_target, "medusa").require_rollout(4)
+
+
+def test_a_head_of_several_modules_is_not_exported(toy_target: Target, tmp_path: Path) -> None:
+    head = make_variant(toy_target, "mtp-2-modules")
+    with pytest.raises(UserError, match=r"one module.*received head\.modules=2"):
+        export_head(head, toy_target, ExportConfig(), tmp_path / "out", {})
+    with pytest.raises(UserError, match=r"head\.modules must be 1 or more"):
+        MtpConfig(modules=0)
 
 
 @pytest.mark.parametrize(

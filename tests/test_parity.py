@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from head_variants import VARIANTS, make_variant
+from test_families import CONFIGS
 
 from mtp_train.attention.packed import PackedContext, RolloutContext
 from mtp_train.batches.align import rollout
@@ -13,6 +16,11 @@ from mtp_train.engine.propose import ChainProposer
 from mtp_train.engine.sequences import Request
 from mtp_train.evaluate.lossless import first_difference
 from mtp_train.evaluate.validation import engine_validation
+from mtp_train.heads.base import DraftHead
+from mtp_train.heads.eagle import EagleConfig
+from mtp_train.heads.eagle3 import Eagle3Config
+from mtp_train.heads.families import build_head
+from mtp_train.heads.mtp import MtpConfig
 from mtp_train.models.target import Target
 from mtp_train.text.sources import Answer
 from mtp_train.train.step import head_states
@@ -30,8 +38,24 @@ def texts() -> list[torch.Tensor]:
 def test_training_logits_equal_the_engines_at_draft_steps_1_to_3(
     toy_target: Target, texts: list[torch.Tensor], variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    hold_engine_against_training(toy_target, make_variant(toy_target, variant), texts, monkeypatch)
+
+
+@pytest.mark.parametrize("config", [MtpConfig, EagleConfig, Eagle3Config])
+@pytest.mark.parametrize("block", ["target", "llama"])
+def test_training_logits_equal_the_engines_for_a_target_with_q_and_k_norms(
+    texts: list[torch.Tensor], config: Any, block: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = Target.from_config(CONFIGS["qwen3"], seed=1)
+    head = build_head(target, config(block=block), 3, torch.arange(target.vocab_size))
+    assert ("block.self_attn.q_norm.weight" in head.state_dict()) == (block == "target")
+    hold_engine_against_training(target, head, texts, monkeypatch)
+
+
+def hold_engine_against_training(
+    toy_target: Target, head: DraftHead, texts: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The engine follows scripted texts and drafts their very tokens, so that each chain's inputs are training's."""
-    head = make_variant(toy_target, variant)
     prompts = [5, 2, 9]
     recorded: list[torch.Tensor] = []
     served = Engine(
@@ -86,6 +110,59 @@ def test_training_logits_equal_the_engines_at_draft_steps_1_to_3(
             )
             compared += 1
     assert compared >= 3 * STEPS * len(texts)
+
+
+@pytest.mark.parametrize("drafts", [2, 3, 4])
+@pytest.mark.parametrize("variant", ["mtp", "mtp-2-modules", "mtp-3-modules"])
+def test_training_logits_equal_the_engines_after_rejected_drafts(
+    toy_target: Target, variant: str, drafts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that a later module ran on rejected drafts must be run anew, also of prompts shorter than its lag.
+
+    The engine follows one scripted text from prompts of 1 to 6 tokens, each with mistakes of its own; logits are held
+    against training's up to the first mistake of each chain.
+    """
+    head = make_variant(toy_target, variant)
+    text = torch.randint(61, (40,), generator=torch.Generator().manual_seed(2))
+    prompts = [1, 2, 3, 6]
+    rows = [p - 1 for p in prompts]  # row of each sequence whose output is carried
+    seen: list[tuple[int, int, torch.Tensor]] = []
+    calls = [0]
+
+    def scripted(_: ChainProposer, logits: torch.Tensor, *__: object) -> tuple[torch.Tensor, None]:
+        if len(logits) != len(prompts):  # one has ended
+            return logits.argmax(-1), None
+        turn, step = divmod(calls[0], drafts)
+        calls[0] += 1
+        wrong = [(turn + index) % (drafts + 1) for index in range(len(prompts))]
+        chosen = []
+        for index, row in enumerate(rows):
+            right = int(text[row + 2 + step])
+            chosen.append((right + 1) % 61 if step >= wrong[index] else right)
+            if step <= wrong[index]:
+                seen.append((row, step, logits[index]))
+        if step == drafts - 1:
+            rows[:] = [row + 1 + bad for row, bad in zip(rows, wrong, strict=True)]
+        return torch.tensor(chosen), None
+
+    monkeypatch.setattr(ChainProposer, "_choose", scripted)
+    served = Engine(
+        toy_target,
+        ChainProposer(toy_target, head, drafts),
+        EngineConfig(max_batch=4, cache_rows=1024, page_size=4),
+    )
+    script = text.tolist()
+    served.generate(
+        Request(str(p), tuple(script[:p]), 24, script=tuple(script[p:])) for p in prompts
+    )
+    aligned = rollout(text, torch.ones_like(text), [0, 40], drafts)
+    states = captured_states(toy_target, [text], head.states)
+    with torch.no_grad():
+        outs = head_states(head, toy_target, head.fuse(states), aligned, RolloutContext([0, 40]))
+    for row, step, logits in seen:
+        expected = head.logits(toy_target, outs[step][row], step)
+        torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
+    assert len(seen) > 20
 
 
 def captured_states(

@@ -1,4 +1,4 @@
-"""One rank of two, under `torchrun --nproc-per-node 2`: features, a training run, and one with uneven validation.
+"""One rank of two, under `torchrun --nproc-per-node 2`: features and three training runs, one of them live.
 
 torchrun --nproc-per-node 2 two_ranks.py FOLDER
 """
@@ -17,14 +17,20 @@ from accelerate.utils import InitProcessGroupKwargs
 from children import CHATS, FEATURES
 from toys import VOCABULARY, conversation, make_store, make_target
 
+from mtp_train.batches.pack import Pack
 from mtp_train.core.dist import launched_ranks
+from mtp_train.core.errors import UserError
 from mtp_train.core.records import Accounting
 from mtp_train.heads.mtp import MtpConfig, build
 from mtp_train.precompute import stage
+from mtp_train.precompute.live import LiveFeatures, prepare_live
 from mtp_train.precompute.sources import EngineStates
+from mtp_train.store.corpus import write_corpus
 from mtp_train.store.shards import FeatureStore
+from mtp_train.train import loop
 from mtp_train.train.config import TrainConfig
 from mtp_train.train.loop import train
+from mtp_train.train.online import OnlineConfig
 
 TRAINING = TrainConfig(
     epochs=1,
@@ -35,6 +41,7 @@ TRAINING = TrainConfig(
     clip=1e9,
     validations=1,
     checkpoints=100,
+    online_eval=OnlineConfig(every=3, prompts=3, drafts=2, max_new_tokens=8),
 )
 LONG = [conversation(f"long-{index}", [index], [index + 1] * 99) for index in range(VOCABULARY - 1)]
 EVEN = LONG[:40]  # two packs of 2,000 tokens: a rank validates one each
@@ -65,9 +72,15 @@ def main(folder: Path) -> None:
     source = EngineStates(target)
     stage.precompute(source, CHATS, FEATURES, folder / "features", accounting, ranks)
     record("precompute", shards=written)
-    features = FeatureStore(folder / "features")
+    stored = FeatureStore(folder / "features")
+    corpus = write_corpus(folder / f"text-{ranks.rank}", CHATS, "inputs", Accounting())
+    live = LiveFeatures(target, corpus, prepare_live(target, corpus, FEATURES))
 
-    for name, chats in (("even", EVEN), ("uneven", UNEVEN)):
+    for name, features, chats in (
+        ("even", stored, EVEN),
+        ("uneven", stored, UNEVEN),
+        ("live", live, EVEN),
+    ):
         held_out = make_store(folder / f"held-out-{name}-{ranks.rank}", target, chats)
         train(
             target,
@@ -79,6 +92,29 @@ def main(folder: Path) -> None:
             folder / name,
         )
         record(name, processes=accelerator.num_processes)
+
+    load_pack = loop.load_pack
+
+    def spoilt(*args: Any) -> Pack:
+        pack = load_pack(*args)
+        if ranks.rank == 1:
+            pack.states["post_norm"][0] = float("nan")
+        return pack
+
+    loop.load_pack = spoilt
+    loop._Trainer._validate = lambda _self: None  # type: ignore[method-assign]
+    try:
+        train(
+            target,
+            build(target, MtpConfig()),
+            features,
+            held_out,
+            TRAINING,
+            accelerator,
+            folder / "alarm",
+        )
+    except UserError as error:
+        record("alarm", message=str(error))
 
 
 if __name__ == "__main__":

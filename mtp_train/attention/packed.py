@@ -8,6 +8,7 @@ Shapes: T rows, H query heads, G key/value heads, d key width, w value width, L 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -46,23 +47,26 @@ class RolloutContext:
         step 0, row p: keys 0..p of step 0
         step 2, row p: keys 0..p of step 0, key p of step 1, key p of step 2
 
-    One context serves one head layer through all steps of one batch. Memory is linear in a document's length. Step 0
-    goes the same way as the others: its keys' gradients are summed in float32, and it is faster than the flash kernel
-    that torch has for CPUs.
+    One context serves all steps of one batch. Each layer has its own keys, and its own first step: a head of one module
+    per depth calls another layer at each, whose rows then see that layer's rows 0..p, plainly causal. Memory is linear
+    in a document's length. Step 0 goes the same way as the others: its keys' gradients are summed in float32, and it is
+    faster than the flash kernel that torch has for CPUs.
     """
 
     def __init__(self, offsets: Sequence[int]) -> None:
         self.spans = list(pairwise(offsets))
-        self.keys: list[Tensor] = []  # per step so far [T, G, d]
-        self.values: list[Tensor] = []
+        self.keys: dict[int, list[Tensor]] = defaultdict(
+            list
+        )  # by layer; per step so far [T, G, d]
+        self.values: dict[int, list[Tensor]] = defaultdict(list)
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
         query, key, value = (_as_autocast(rows) for rows in (query, key, value))
-        self.keys.append(key)
-        self.values.append(value)
-        return chain_attention(query, self.keys, self.values, self.spans, scaling)
+        self.keys[layer].append(key)
+        self.values[layer].append(value)
+        return chain_attention(query, self.keys[layer], self.values[layer], self.spans, scaling)
 
 
 def _causal(query_LHd: Tensor, key_LGd: Tensor, value_LGw: Tensor, scaling: float) -> Tensor:

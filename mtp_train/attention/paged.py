@@ -121,6 +121,14 @@ def plan_batch(
     )
 
 
+def plan_before(plan: BatchPlan, rows: Sequence[int]) -> BatchPlan:
+    """Plan the rows[b] rows that end just before the plan's first row of each sequence."""
+    tables = np.split(plan.kv_page_indices, plan.kv_page_indptr[1:-1])
+    starts = plan.kv_lengths - plan.rows - np.asarray(rows)
+    pages = [table.tolist() for table in tables]
+    return plan_batch(pages, starts.tolist(), rows, plan.page_size, plan.slots.device)
+
+
 class PagedContext:
     """The torch backend: write the rows' keys and values into their slots, then attend over the cached ones.
 

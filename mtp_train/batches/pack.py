@@ -8,15 +8,51 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mtp_train.store.shards import FeatureSequence, FeatureStore
+from mtp_train.store.manifest import Contract
+from mtp_train.store.shards import FeatureSequence
 
 T = TypeVar("T")
+
+
+class FeatureNote(Protocol):
+    """What a data set's features say of themselves."""
+
+    @property
+    def contract(self) -> Contract: ...
+
+    @property
+    def loss_tokens(self) -> int: ...
+
+
+class Features(Protocol):
+    """A data set's sequences with their states, in a fixed order: read from a store, or computed when asked for."""
+
+    @property
+    def manifest(self) -> FeatureNote: ...
+
+    def __len__(self) -> int: ...
+
+    def lengths(self) -> np.ndarray:
+        """Tokens of every sequence: integers [sequences]."""
+        ...
+
+    def loss_tokens(self) -> np.ndarray:
+        """Tokens with mask 1 of every sequence: integers [sequences]."""
+        ...
+
+    def token_counts(self, *, trained: bool = False) -> Tensor:
+        """How often each token stands in the text, or is trained: int64 [vocabulary]."""
+        ...
+
+    def read(self, indices: Sequence[int]) -> list[FeatureSequence]:
+        """These sequences, together: a pack's."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -27,7 +63,7 @@ class Pack:
     offsets: tuple[int, ...]  # [documents + 1]
     token_T: Tensor  # int64
     loss_mask_T: Tensor  # int64
-    states: dict[str, Tensor]  # [T, D] each, the target's, in the store's dtype
+    states: dict[str, Tensor]  # [T, D] each, the target's, in the features' dtype
 
 
 def epoch_packs(lengths: np.ndarray, rows: int, seed: int, epoch: int) -> list[list[int]]:
@@ -67,9 +103,9 @@ def fill(sized: Sequence[tuple[T, int]], budget: int) -> Iterator[list[T]]:
         yield group
 
 
-def load_pack(store: FeatureStore, indices: Sequence[int], device: torch.device) -> Pack:
+def load_pack(features: Features, indices: Sequence[int], device: torch.device) -> Pack:
     """Read a pack's sequences."""
-    return make_pack([store[index] for index in indices], device)
+    return make_pack(features.read(indices), device)
 
 
 def make_pack(sequences: Sequence[FeatureSequence], device: torch.device) -> Pack:

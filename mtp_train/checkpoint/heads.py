@@ -28,6 +28,7 @@ from mtp_train.core.provenance import (
 )
 from mtp_train.heads.base import DraftHead
 from mtp_train.heads.families import family_of, make_head
+from mtp_train.heads.mtp import MtpHead, deepen
 from mtp_train.heads.vocabulary import coverage, require_vocabulary
 from mtp_train.models.target import Target
 
@@ -48,6 +49,7 @@ class HeadCard:
         state: the target state that its lm_head reads.
         config: how it was trained.
         head: how it is made: the fields of its family's dataclass. `save_checkpoint` fills it in, and the hash.
+        measured: acceptance through the engine at this step, where training measured it: tau and what stands behind it.
     """
 
     family: str
@@ -60,6 +62,7 @@ class HeadCard:
     config: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=versions)
     head: dict[str, Any] = field(default_factory=dict)  # empty: the family's defaults
+    measured: dict[str, Any] = field(default_factory=dict)
 
 
 def save_checkpoint(
@@ -97,6 +100,15 @@ def save_checkpoint(
     os.replace(temporary, folder)
 
 
+def copy_checkpoint(source: Path, folder: Path) -> None:
+    """Put a copy of a whole checkpoint in place of `folder`, atomically."""
+    temporary = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(source, temporary)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(temporary, folder)
+
+
 def read_card(folder: Path) -> HeadCard:
     """The checkpoint's card; a folder without one is no checkpoint."""
     if not (folder / CARD).is_file():
@@ -120,14 +132,17 @@ def warm_start(
 ) -> DraftHead:
     """A head to train further, of the configured family and options.
 
-    It may come from another target of the same sizes. Its draft vocabulary stays as it is, since its lm_head's rows
-    mean these tokens; how much of the new text it covers is said.
+    It may come from another target of the same sizes. A head of one module begins every module of a head of several.
+    Its draft vocabulary stays as it is, since its lm_head's rows mean these tokens; how much of the new text it covers
+    is said.
 
     Args:
         config: the family's dataclass; how a fresh head would begin does not matter.
         counts_V: how often each token is trained.
     """
     head, card = load_head(folder, target, same_weights=False)
+    if isinstance(head, MtpHead) and head.depths == 1 < getattr(config, "modules", 1):
+        head = deepen(target, head, config.modules)
     wanted, found = asdict(config), asdict(head.config)
     differ = [
         name

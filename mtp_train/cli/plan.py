@@ -17,6 +17,7 @@ from mtp_train.core.records import Sizes
 from mtp_train.models.sizes import target_sizes
 from mtp_train.precompute import estimate
 from mtp_train.precompute.estimate import CODEC_RATIO, PlanConfig, Workload, readable
+from mtp_train.precompute.live import CODEC
 from mtp_train.precompute.sources import expand_states
 from mtp_train.precompute.stage import SPEED, PrecomputeConfig
 from mtp_train.store.corpus import Corpus
@@ -36,10 +37,10 @@ def announce(job: Job, plan: PlanConfig, text: Mapping[str, Corpus], ranks: int)
     """The estimate in a line, and the check, before the target is loaded."""
     loads = [Workload(name, len(corpus), corpus.note.tokens) for name, corpus in text.items()]
     outlook = Outlook(job, plan, loads, ranks)
-    time = outlook.hours()
+    time = None if outlook.config.live else outlook.hours()
     say(
         f"plan: {sum(load.tokens for load in loads)} tokens, {readable(outlook.need)} of features "
-        f"({outlook.config.codec}), {outlook.free_text}"
+        f"({outlook.kept}), {outlook.free_text}"
         + (f", about {_duration(time)}" if time is not None else "")
     )
     outlook.require_disk()
@@ -71,8 +72,15 @@ class Outlook:
     @property
     def need(self) -> int:
         """Bytes of features that are not there yet."""
+        if self.config.live:
+            return 0
         stored = estimate.stored_bytes([Path(p) for p in self.places if Place(p).local])
         return max(self.disk(self.config.codec) - stored, 0)
+
+    @property
+    def kept(self) -> str:
+        """How features are written: the codec, or not at all."""
+        return CODEC if self.config.live else self.config.codec
 
     @property
     def free(self) -> int | None:
@@ -122,9 +130,9 @@ class Outlook:
         title = f"disk: {', '.join(self.states)} of width {self.sizes.hidden}; {self.free_text}"
         table = _table(title, "codec", "bytes", "per token", "")
         tokens = max(sum(load.tokens for load in self.loads), 1)
-        for codec in CODEC_RATIO:
-            size = self.disk(codec)
-            chosen = "chosen" if codec == self.config.codec else ""
+        for codec in (*CODEC_RATIO, CODEC):
+            size = 0 if codec == CODEC else self.disk(codec)
+            chosen = "chosen" if codec == self.kept else ""
             table.add_row(codec, readable(size), readable(size / tokens), chosen)
         return table
 
@@ -148,6 +156,8 @@ class Outlook:
         return table
 
     def _time_line(self) -> str:
+        if self.config.live:
+            return "the target's time: at every epoch anew, in training (precompute.live=true)"
         hours = self.hours()
         if hours is None:
             return (

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Any
 
-from mtp_train.cli.corpora import SETS, corpora, text_inputs
+from mtp_train.cli import features
+from mtp_train.cli.corpora import corpora, text_inputs
 from mtp_train.cli.job import Job
 from mtp_train.cli.main import guarded
 from mtp_train.cli.plan import announce
 from mtp_train.cli.run_folder import run_stage
 from mtp_train.core.dist import Ranks
-from mtp_train.core.provenance import digest
 from mtp_train.models.readout import Readout
 from mtp_train.precompute.estimate import PlanConfig
+from mtp_train.precompute.live import prepare_live
 from mtp_train.precompute.sources import EngineStates, StateSource
 from mtp_train.precompute.stage import PrecomputeConfig, precompute
 from mtp_train.precompute.vllm_states import VllmStates
-from mtp_train.store.manifest import NAME
-from mtp_train.store.places import Place
+from mtp_train.store.corpus import Corpus
 
 
 def stage(job: Job) -> None:
@@ -34,7 +35,7 @@ def stage(job: Job) -> None:
         lambda: _work(job, config, ranks),
         ranks,
         keeps=True,  # its own contract says which shards may stay
-        whole=lambda: all(Place(job.features(name)).exists(NAME) for name in SETS),
+        whole=lambda: features.whole(job, config.live),
     )
 
 
@@ -44,12 +45,23 @@ def _work(job: Job, config: PrecomputeConfig, ranks: Ranks) -> Any:
         announce(job, job.section("plan", PlanConfig), text, ranks.world)
     ranks.wait()
     text = corpora(job)  # made by now: mapped
+    if config.live:
+        _prepare(job, config, text, ranks)
+        return features.outputs(job, is_live=True)
     ranks = ranks.grouped(config.tensor_parallel)
     with ExitStack() as stack:
         source = _source(job, config, stack)
         for name, corpus in text.items():
             precompute(source, corpus, config, job.features(name), corpus.note.accounting, ranks)
-    return {name: digest(Place(job.features(name)).read(NAME).decode()) for name in SETS}
+    return features.outputs(job, is_live=False)
+
+
+def _prepare(job: Job, config: PrecomputeConfig, text: Mapping[str, Corpus], ranks: Ranks) -> None:
+    """Live features: the gate, and a note of what they are."""
+    if ranks.main:
+        for corpus in text.values():
+            prepare_live(job.target(), corpus, config)
+    ranks.wait()
 
 
 def _source(job: Job, config: PrecomputeConfig, stack: ExitStack) -> StateSource:

@@ -23,6 +23,7 @@ from rich.console import Console
 
 from mtp_train.cli import evaluate, train
 from mtp_train.cli.config import Alternatives, alternatives, quoted
+from mtp_train.cli.features import held_states
 from mtp_train.cli.job import Job, Process, SweepConfig
 from mtp_train.cli.run_folder import STAMP, RunFolder
 from mtp_train.cli.sweep_table import DONE, FAILED, Report, Row
@@ -32,7 +33,6 @@ from mtp_train.core.provenance import digest, read_json, require_writable, write
 from mtp_train.evaluate.stage import EvaluateConfig
 from mtp_train.models.sizes import target_sizes
 from mtp_train.precompute.sources import expand_states
-from mtp_train.store.shards import FeatureStore
 from mtp_train.train.config import TrainConfig
 from mtp_train.train.metrics import ValidationSums
 
@@ -206,7 +206,7 @@ def require_inputs(parent: Job, jobs: list[Job]) -> None:
         target.path, target.dtype, trust_remote_code=target.trust_remote_code
     ).layers
     wanted = tuple(dict.fromkeys(name for job in jobs for name in _states(job, layers)))
-    found = FeatureStore(parent.features("train")).states
+    found = held_states(parent)
     if not set(wanted) <= set(found):
         raise UserError(
             f"the features of {parent.folder.root} must hold the states {', '.join(wanted)}",

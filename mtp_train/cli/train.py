@@ -11,12 +11,12 @@ from accelerate import Accelerator
 from torch import distributed
 
 from mtp_train.checkpoint.heads import TENSORS, read_card, warm_start
+from mtp_train.cli.features import open_features, require_current, trained_counts
 from mtp_train.cli.job import PRECISIONS, Job
 from mtp_train.cli.main import dispatch, guarded
 from mtp_train.cli.run_folder import run_stage
 from mtp_train.core.provenance import file_digest
 from mtp_train.heads.families import build_head
-from mtp_train.store.shards import FeatureStore
 from mtp_train.train.config import TrainConfig
 from mtp_train.train.loop import train
 
@@ -37,6 +37,7 @@ def fit(job: Job) -> None:
     config: TrainConfig = job.section("train", TrainConfig)
     head_config = job.head_config
     before = job.folder.require("precompute")["outputs"]
+    require_current(job, before)
     inputs = [
         asdict(config),
         asdict(head_config),
@@ -56,7 +57,7 @@ def fit(job: Job) -> None:
 
 
 def _work(job: Job, config: TrainConfig, head_config: Any) -> Any:
-    counts_V = FeatureStore(job.features("train")).token_counts(trained=True)
+    counts_V = trained_counts(job)
     out = job.folder.stage("train")
     accelerator = _accelerator(job, out)
     target = job.target(ends=True)  # it is trained against, not run
@@ -66,11 +67,9 @@ def _work(job: Job, config: TrainConfig, head_config: Any) -> Any:
         else build_head(target, head_config, config.seed, counts_V)
     )
     states = tuple(dict.fromkeys((target.state, *head.states)))
-    features, held_out = (
-        FeatureStore(job.features(name), states, checked=True) for name in ("train", "heldout")
-    )
+    features, held_out = (open_features(job, name, target, states) for name in ("train", "heldout"))
     try:
-        train(target, head, features, held_out, config, accelerator, out)
+        train(target, head, features, held_out, config, accelerator, out, job.stop)
     finally:
         for tracker in accelerator.trackers:
             tracker.finish()

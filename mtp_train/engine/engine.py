@@ -299,9 +299,10 @@ class _Run:
         if drafts:
             row_B = torch.arange(len(newest), device=accepted_B.device) * (drafts + 1) + accepted_B
             next_BR = verified_tokens(row_BR[:, 1:], accepted_B, following_B)
-            self.carry = self.proposer.observe(
+            carry = self.proposer.observe(
                 self.engine.cache, plan, next_BR.flatten(), states, row_B, self.clock
             )
+            self.carry = carry if carry is None else carry.after(self.carry)
         self._commit(row_BR[:, 1:], accepted_B, following_B)
         self.steps += 1
 

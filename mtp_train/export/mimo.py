@@ -18,6 +18,7 @@ from torch import Tensor
 from mtp_train.core.errors import UserError
 from mtp_train.heads.base import DraftHead
 from mtp_train.heads.mtp import MtpHead
+from mtp_train.heads.native import swap_halves
 from mtp_train.models.target import Target
 
 PREFIX = "model.mtp_layers.0."
@@ -39,6 +40,7 @@ BLOCK = (
     "mlp.down_proj.weight",
 )
 BIASES = ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")
+HELD = {*BLOCK, *BIASES, "input_layernorm.weight", "post_attention_layernorm.weight"}
 CONFIG_KEYS = (
     "hidden_size",
     "intermediate_size",
@@ -123,7 +125,7 @@ def require_head(head: DraftHead) -> MtpHead:
     cannot = not_held(head.config)
     if cannot or not isinstance(head, MtpHead):
         raise UserError(
-            "the MiMo-MTP layout holds heads of family mtp with all norms: engines run each of them",
+            "the MiMo-MTP layout holds heads of family mtp of one module with all norms: engines run each of them",
             cannot,
             "use this head in mtp_train's engine, or train one that the layout holds",
         )
@@ -134,26 +136,28 @@ def not_held(config: Any) -> str:
     """What of a head's configuration the layout can't hold; empty if it holds such heads."""
     if config.family != MtpHead.family:
         return f"head.family={config.family}"
-    return ", ".join(f"head.{name}=false" for name in SWITCHES if not getattr(config, name))
+    several = [f"head.modules={config.modules}"] if config.modules > 1 else []
+    missing = [f"head.{name}=false" for name in SWITCHES if not getattr(config, name)]
+    return ", ".join(several + missing)
+
+
+def block_kind(target: Target) -> str:
+    """`head.block` of a head that the layout holds: the target's own class if it has the layout's tensors."""
+    own = set(target.base.layers[-1].state_dict())
+    return "target" if own <= HELD else "llama"
 
 
 def require_block(state: dict[str, Tensor]) -> None:
     """Refuse a head whose block the layout can't hold."""
     block = {name.removeprefix("block.") for name in state if name.startswith("block.")}
-    allowed = {*BLOCK, *BIASES, "input_layernorm.weight", "post_attention_layernorm.weight"}
-    extra = block - allowed
+    extra = block - HELD
     missing = {*BLOCK, "input_layernorm.weight", "post_attention_layernorm.weight"} - block
     if extra or missing:
         raise UserError(
             "the MiMo-MTP layout holds a Llama-type block",
             f"extra {sorted(extra)}, missing {sorted(missing)}",
-            "export to the target's own layout",
+            "train a head with head.block=llama",
         )
-
-
-def swap_halves(weight: Tensor) -> Tensor:
-    """[embedding | hidden] columns to [hidden | embedding] and back."""
-    return torch.cat(weight.chunk(2, dim=1)[::-1], dim=1)
 
 
 def _require_names(found: set[str], wanted: set[str], optional: set[str]) -> None:

@@ -100,7 +100,7 @@ def import_head(folder: Path, target: Target) -> MtpHead:
             folder,
             "see `mtp-train export` for the formats",
         )
-    head = MtpHead(target, MtpConfig())
+    head = MtpHead(target, MtpConfig(block=mimo.block_kind(target)))
     mimo.import_tensors(load_file(folder / TENSORS), head)
     return head.to(target.device)
 

@@ -1,8 +1,8 @@
 """What training, engine and checkpoint need of any draft head: one forward, and what is read from it.
 
-    state = fuse(target's states)                     enters step 0
-    out_s = forward(embedding_s, state_s, position_s) state_0 = state, state_s+1 = out_s
-    logits_s = lm_head(readout(out_s, s))             of `vocabulary`, the target's lm_head or the head's own
+    state = fuse(target's states)                   enters step 0
+    out_s = at(s)(embedding_s, state_s, position_s) state_0 = state, state_s+1 = out_s
+    logits_s = lm_head(readout(out_s, s))           of `vocabulary`, the target's lm_head or the head's own
 
 Knows no family: defaults here are those of a head that eats one state, feeds back what its lm_head reads and shares
 the target's. Shifts nothing.
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mtp_train.attention.interface import AttentionContext
+from mtp_train.core.errors import UserError
 from mtp_train.models.target import POST_NORM, Target
 
 
@@ -29,13 +30,15 @@ class DraftHead(nn.Module, ABC):
         family: its name in `families.FAMILIES`.
         config: the family's dataclass, as the head was made: with it and the tensors, the head can be made again.
         cache_layers: decoder layers that keep keys and values.
+        depths: modules; `at(s)` is module s, and the last one from step `depths` - 1 on.
         states: the target states that `fuse` takes.
         steps: draft steps that the head has; None is any number.
         vocabulary: int64 [U], sorted target ids that the head can draft; None is all of them.
     """
 
     family: ClassVar[str]
-    cache_layers: ClassVar[int] = 1
+    cache_layers: int = 1
+    depths: int = 1
     vocabulary: Tensor | None
 
     def __init__(
@@ -60,6 +63,19 @@ class DraftHead(nn.Module, ABC):
         self, embedding_TD: Tensor, state_TD: Tensor, position_T: Tensor, context: AttentionContext
     ) -> Tensor:
         """Of rows (x[p+1], state, p): what is fed back as the next step's state [T, D]."""
+
+    def at(self, step: int) -> DraftHead:
+        """What runs draft step `step` (from 0)."""
+        return self
+
+    def require_rollout(self, steps: int) -> None:
+        """Raise unless a rollout of so many steps trains every part of the head, and no step that it has not."""
+        if self.steps is not None and steps != self.steps:
+            rule = f"train.rollout_steps must be {self.steps}, the draft steps of this {self.family} head"
+            raise UserError(rule, steps, "change either")
+        if steps < self.depths:
+            rule = f"train.rollout_steps must be {self.depths} or more: each module serves a step"
+            raise UserError(rule, steps, "change it, or head.modules")
 
     def readout(self, out_ND: Tensor, step: int) -> Tensor:
         """What the lm_head of draft step `step` (from 0) reads of outputs [N, D]."""

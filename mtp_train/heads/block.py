@@ -1,4 +1,4 @@
-"""The target's own decoder layer as a head's block: its place in a paged cache, its RoPE, its norms.
+"""A head's block, its place in a paged cache, its RoPE, its norms: the target's own classes, or a plain Llama's.
 
 Knows no head family.
 """
@@ -14,18 +14,23 @@ from torch import Tensor, nn
 
 from mtp_train.attention.interface import AttentionContext
 from mtp_train.core.errors import UserError
+from mtp_train.models import plain
 from mtp_train.models.target import Target
+
+HEAD_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+BLOCKS = ("target", "llama")  # head.block: whose classes block, RoPE and norms are of
 
 
 class Rotary(nn.Module):
-    """The target's RoPE. Its frequencies stay float32 when a head is cast, as in training and in serving engines.
+    """The block's RoPE. Its frequencies stay float32 when a head is cast, as in training and in serving engines.
 
     In bfloat16 the angle at distance 1,000 would be wrong by more than a radian.
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, kind: str = "target") -> None:
         super().__init__()
-        self.inner = type(target.base.rotary_emb)(head_config(target))
+        made = plain.Rotary if kind == "llama" else type(target.base.rotary_emb)
+        self.inner = made(head_config(target, kind=kind))
 
     def forward(self, rows: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         cosine_and_sine: tuple[Tensor, Tensor] = self.inner(rows, position_ids=position)
@@ -39,12 +44,20 @@ class Rotary(nn.Module):
         return self
 
 
-def make_block(target: Target, *, input_norm: bool = True) -> nn.Module:
-    """A decoder layer of the target's class; the layer's first norm can be left out."""
-    block: nn.Module = type(target.base.layers[-1])(head_config(target), layer_idx=target.layers)
+def make_block(
+    target: Target, *, input_norm: bool = True, depth: int = 0, kind: str = "target"
+) -> nn.Module:
+    """A decoder layer of the target's class or a Llama's; the layer's first norm can be left out.
+
+    Its keys and values are those of layer `depth` after the target's.
+    """
+    layer = target.layers + depth
+    made = plain.Layer if kind == "llama" else type(target.base.layers[-1])
+    block: Any = made(head_config(target, depth, kind), layer_idx=layer)
     if not input_norm:
         block.input_layernorm = nn.Identity()
-    return block
+    whole: nn.Module = block
+    return whole
 
 
 def run_block(
@@ -85,22 +98,55 @@ def run_attention(
     return attended
 
 
-def make_norm(target: Target, wanted: bool = True) -> nn.Module:
-    """A norm of the target's class; the identity where none is wanted."""
+def make_norm(target: Target, wanted: bool = True, kind: str = "target") -> nn.Module:
+    """A norm of the target's class or a Llama's; the identity where none is wanted."""
     norm = target.base.norm
     if not wanted:
         return nn.Identity()
-    made: nn.Module = type(norm)(target.hidden_size, eps=_epsilon(norm))
+    norm_class: Any = plain.Norm if kind == "llama" else type(norm)
+    made: nn.Module = norm_class(target.hidden_size, eps=_epsilon(norm))
     return made
 
 
-def head_config(target: Target) -> Any:
-    """The target's config for a block that stands after its last layer."""
+def head_config(target: Target, depth: int = 0, kind: str = "target") -> Any:
+    """The config of a block that stands `depth` layers after the target's last one."""
+    if kind == "llama":
+        return plain.plain_config(target)
     config = copy.deepcopy(target.config)
     config._attn_implementation = target.config._attn_implementation
     if getattr(config, "layer_types", None):
-        config.layer_types = [*config.layer_types, config.layer_types[-1]]
+        config.layer_types = config.layer_types + [config.layer_types[-1]] * (depth + 1)
     return config
+
+
+def require_block(kind: str) -> None:
+    if kind not in BLOCKS:
+        raise UserError("head.block must be one of " + ", ".join(BLOCKS), kind, "choose one")
+
+
+@torch.no_grad()
+def require_same_layer(target: Target, block: nn.Module) -> None:
+    """Raise unless `block` can do what the target's last layer does; see `start` for q and k norms."""
+    theirs, mine = target.base.layers[-1].state_dict(), block.state_dict()
+    without = {
+        "input_layernorm.weight",
+        *(name for name in HEAD_NORMS if _of_heads(target, theirs, name)),
+    }
+    odd = [name for name in theirs if name not in mine and name not in without]
+    weight_D = target.base.norm.weight.float()
+    if not torch.allclose(target.base.norm(torch.ones_like(weight_D)).float(), weight_D, rtol=0.02):
+        odd.append("a norm that does not multiply by its weight")
+    if odd and type(block) is not type(target.base.layers[-1]):
+        raise UserError(
+            "head.init=last_layer needs a target whose last layer a Llama block can hold",
+            f"{target.config.model_type} with {', '.join(odd)}",
+            "set head.init=random, or head.block=target",
+        )
+
+
+def _of_heads(target: Target, tensors: dict[str, Tensor], name: str) -> bool:
+    """Whether a norm is there and works on one head at a time."""
+    return name in tensors and len(tensors[name]) == target.head_width
 
 
 def start_linears(head: nn.Module) -> None:

@@ -30,10 +30,11 @@ from mtp_train.heads.block import (
     float_state,
     make_block,
     make_norm,
+    require_block,
     run_attention,
     start_linears,
 )
-from mtp_train.heads.start import random_states, require_init, usual_length
+from mtp_train.heads.start import last_layer_for, random_states, require_init, usual_length
 from mtp_train.heads.vocabulary import choose_vocabulary
 from mtp_train.models.target import Target, eagle3_states
 
@@ -45,6 +46,7 @@ class Eagle3Config:
     """How a head is made and how a fresh one begins.
 
     Attributes:
+        block: `target` for its own decoder layer class, `llama` for a plain Llama's of its sizes.
         init: `last_layer` begins as the target's last layer applied to the third state, with the target's own final
             norm and lm_head rows; `random` does not.
         embedding_noise: standard deviation of the embedding half of q, k and v at the start, over sqrt(D).
@@ -55,6 +57,7 @@ class Eagle3Config:
     """
 
     family: str = "eagle3"
+    block: str = "target"
     init: str = "last_layer"
     embedding_noise: float = 0.1
     states: list[str] = field(default_factory=list)
@@ -65,6 +68,7 @@ class Eagle3Config:
 
     def __post_init__(self) -> None:
         require_init(self.init)
+        require_block(self.block)
         if len(self.states) not in (0, STATES):
             raise UserError(f"head.states must be {STATES} states or none", self.states, "name 3")
         if self.draft_vocabulary < 0:
@@ -89,17 +93,19 @@ class Eagle3Head(DraftHead):
             vocabulary_U=torch.zeros(size, dtype=torch.int64) if size else None,
         )
         width = target.hidden_size
-        self.fc_norm: Any = nn.ModuleList(make_norm(target) for _ in range(STATES * config.fc_norm))
+        self.fc_norm: Any = nn.ModuleList(
+            make_norm(target, kind=config.block) for _ in range(STATES * config.fc_norm)
+        )
         self.fc = nn.Linear(STATES * width, width, bias=False)
-        self.hidden_norm: Any = make_norm(target)
-        self.block: Any = make_block(target)
+        self.hidden_norm: Any = make_norm(target, kind=config.block)
+        self.block: Any = make_block(target, kind=config.block)
         for name in ("q_proj", "k_proj", "v_proj"):
             old = getattr(self.block.self_attn, name)
             wide = nn.Linear(2 * width, old.out_features, bias=old.bias is not None)
             setattr(self.block.self_attn, name, wide)
-        self.norm: Any = make_norm(target)
+        self.norm: Any = make_norm(target, kind=config.block)
         self.lm_head = nn.Linear(width, size or target.vocab_size, bias=False)
-        self.rotary = Rotary(target)
+        self.rotary = Rotary(target, config.block)
         self.float()
 
     def fuse(self, states: dict[str, Tensor]) -> Tensor:
@@ -164,7 +170,7 @@ def _begin_as_last_layer(head: Eagle3Head, target: Target) -> None:
     hidden_norm gives it its usual length back, whether it is the residual or not; queries, keys and values undo that.
     """
     width = target.hidden_size
-    layer = float_state(target.base.layers[-1])
+    layer = last_layer_for(target, head.block)
     last = usual_length(random_states(target, head.states[-1:])[head.states[-1]])
     head.fc.weight.zero_()
     head.fc.weight[:, -width:] = torch.eye(width)

@@ -4,9 +4,17 @@
     out = final_norm(block(x))                block: the target's own decoder layer class, both its norms active
 
 `out` predicts H[p+1]: it feeds the frozen lm_head (logits for x[p+2]) and, while drafting, the next step's `h`.
-The one module serves every draft depth. It is the DeepSeek-V3 MTP module (arXiv 2412.19437, section 2.2) with
-EAGLE's feedback (arXiv 2401.15077), and engines serve it in the MiMo-MTP layout. Each norm can be left out, so that
-its worth can be measured; only the head with all of them can be served.
+It is the DeepSeek-V3 MTP module (arXiv 2412.19437, section 2.2) with EAGLE's feedback (arXiv 2401.15077). Each norm
+can be left out, so that its worth can be measured; only the head with all of them can be served.
+
+One module serves every draft step (`modules: 1`, FastMTP's arrangement, the MiMo-MTP layout), or D modules serve one
+depth each (DeepSeek-V3's): module k takes module k-1's output as its state, with the final norm, and token x[p+1+k].
+Its rows attend to its own rows alone, causally, as in eq. 21-23 of that paper:
+
+    module 0, row p: token x[p+1], state H[p]            keys of module 0's rows 0..p
+    module 1, row p: token x[p+2], module 0's output p   keys of module 1's rows 0..p
+
+Deeper than D the last module goes on recurrently. (vLLM begins again with module 0 there.)
 
 The head owns no embedding and no lm_head: both are the target's, frozen. It knows no attention context's insides
 and shifts nothing.
@@ -16,16 +24,25 @@ Shapes: T rows, D hidden width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mtp_train.attention.interface import AttentionContext
+from mtp_train.core.errors import UserError
 from mtp_train.heads.base import DraftHead
-from mtp_train.heads.block import Rotary, make_block, make_norm, run_block, start_linears
-from mtp_train.heads.start import begin_as_last_layer, require_init
+from mtp_train.heads.block import (
+    Rotary,
+    make_block,
+    make_norm,
+    require_block,
+    run_block,
+    start_linears,
+)
+from mtp_train.heads.native import begin_as_native
+from mtp_train.heads.start import INITS, begin_as_last_layer, require_init
 from mtp_train.models.target import Target
 
 
@@ -34,13 +51,18 @@ class MtpConfig:
     """How a head is made and how a fresh one begins.
 
     Attributes:
+        modules: 1 for all draft steps, or one for each of the first D; every one of them begins alike.
+        block: `target` for its own decoder layer class, `llama` for a plain Llama's of its sizes.
         init: `last_layer` begins as the target's last layer applied once more, with its final norm undone before it
-            (see `start`, also for heads without some norm); `random` does not.
+            (see `start`, also for heads without some norm); `native` as the MTP modules that the target was published
+            with (see `native`); `random` as neither.
         embedding_noise: standard deviation of the embedding half of `eh_proj` at the start, over sqrt(D).
         enorm, hnorm, input_norm, final_norm: whether the head has these norms; input_norm is the block's first.
     """
 
     family: str = "mtp"
+    modules: int = 1
+    block: str = "target"
     init: str = "last_layer"
     embedding_noise: float = 0.1
     enorm: bool = True
@@ -49,29 +71,50 @@ class MtpConfig:
     final_norm: bool = True
 
     def __post_init__(self) -> None:
-        require_init(self.init)
+        require_init(self.init, (*INITS, "native"))
+        require_block(self.block)
+        if self.modules < 1:
+            raise UserError("head.modules must be 1 or more", self.modules, "raise it")
 
 
 class MtpHead(DraftHead):
-    """One draft head. Build it with `build`; its parameters start in float32."""
+    """One draft head. Build it with `build`; its parameters start in float32.
+
+    The head is its first module; `later` holds the others, a head of one module each.
+    """
 
     family = "mtp"
 
-    def __init__(self, target: Target, config: MtpConfig) -> None:
+    def __init__(self, target: Target, config: MtpConfig, depth: int = 0) -> None:
         super().__init__(config)
+        self.cache_layers = self.depths = config.modules
         width = target.hidden_size
-        self.enorm = make_norm(target, config.enorm)
-        self.hnorm: Any = make_norm(target, config.hnorm)
+        self.enorm = make_norm(target, config.enorm, config.block)
+        self.hnorm: Any = make_norm(target, config.hnorm, config.block)
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
-        self.block = make_block(target, input_norm=config.input_norm)
-        self.final_norm = make_norm(target, config.final_norm)
-        self.rotary = Rotary(target)
+        self.block = make_block(
+            target, input_norm=config.input_norm, depth=depth, kind=config.block
+        )
+        self.final_norm = make_norm(target, config.final_norm, config.block)
+        self.rotary = Rotary(target, config.block)
+        alone = replace(config, modules=1)
+        self.later: Any = nn.ModuleList(
+            MtpHead(target, alone, depth) for depth in range(1, config.modules)
+        )
         self.float()
+
+    def at(self, step: int) -> MtpHead:
+        head: MtpHead = self.in_order()[min(step, self.depths - 1)]
+        return head
+
+    def in_order(self) -> list[MtpHead]:
+        """The modules, that of depth 0 first."""
+        return [self, *self.later]
 
     def forward(
         self, embedding_TD: Tensor, state_TD: Tensor, position_T: Tensor, context: AttentionContext
     ) -> Tensor:
-        """States [T, D] that predict the target's next ones, for rows (x[p+1], H[p], p)."""
+        """The first module's states [T, D] that predict the target's next ones, for rows (x[p+1], H[p], p)."""
         embedding = embedding_TD * (position_T != 0).unsqueeze(-1)
         halves = torch.cat([self.enorm(embedding), self.hnorm(state_TD)], dim=-1)
         rows_TD = self.eh_proj(halves.to(self.eh_proj.weight.dtype))
@@ -88,12 +131,25 @@ def build(target: Target, config: MtpConfig, seed: int = 0) -> MtpHead:
         head = MtpHead(target, config)
         start_linears(head)
         if config.init == "last_layer":
-            begin_as_last_layer(
-                target,
-                head.eh_proj,
-                head.hnorm,
-                head.block,
-                head.final_norm,
-                config.embedding_noise,
-            )
+            for module in head.in_order():
+                begin_as_last_layer(
+                    target,
+                    module.eh_proj,
+                    module.hnorm,
+                    module.block,
+                    module.final_norm,
+                    config.embedding_noise,
+                )
+        if config.init == "native":
+            begin_as_native(target, head.in_order())
     return head.to(target.device)
+
+
+def deepen(target: Target, head: MtpHead, modules: int) -> MtpHead:
+    """A head of `modules` modules, each a copy of the only one of `head`."""
+    deeper = MtpHead(target, replace(head.config, modules=modules)).to(target.device)
+    one = head.state_dict()
+    deeper.load_state_dict(one, strict=False)
+    for module in deeper.later:
+        module.load_state_dict(one)
+    return deeper

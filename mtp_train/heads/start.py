@@ -9,6 +9,7 @@ head begins near the same function and a comparison shows the norm's worth, not 
     no input norm   q, k and v read x, not x / rms(x) * u: their columns take u / a
     no final norm   the output y must have H's length by itself: the block works on s x, s = w / typical rms(y), in
                     place of x; what writes to the residual takes s, and the block's own norms undo it
+    no q, k norms   (a Llama block for a target that has them) each head's rows of q and k take w / typical length
 
 Knows which modules it is given, no head family.
 """
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from mtp_train.attention.packed import PackedContext
 from mtp_train.core.errors import UserError
-from mtp_train.heads.block import float_state, nonzero, run_block
+from mtp_train.heads.block import HEAD_NORMS, float_state, nonzero, require_same_layer, run_block
 from mtp_train.models.target import POST_NORM, PRE_NORM, Target
 
 INITS = ("last_layer", "random")
@@ -56,7 +57,7 @@ def begin_as_last_layer(
         noise: standard deviation of the projection's embedding half, over sqrt(D).
     """
     width = target.hidden_size
-    layer = float_state(target.base.layers[-1])
+    layer = last_layer_for(target, block)
     block.load_state_dict({name: layer[name] for name in block.state_dict()})
     project.weight[:, :width] = torch.randn(width, width) * noise / width**0.5
     weight_D = nonzero(target.base.norm.weight.float().cpu())
@@ -73,6 +74,30 @@ def begin_as_last_layer(
         final_norm.load_state_dict(float_state(target.base.norm))
     else:
         _write_scaled(block, scale_D, usual)
+
+
+@torch.no_grad()
+def last_layer_for(target: Target, block: nn.Module) -> dict[str, Tensor]:
+    """The last layer's tensors in float32 on the CPU, its q and k norms in the matrices if the block has none.
+
+    Raises:
+        UserError: the block can't hold the layer.
+    """
+    require_same_layer(target, block)
+    layer, mine = float_state(target.base.layers[-1]), block.state_dict()
+    missing = [name for name in HEAD_NORMS if name in layer and name not in mine]
+    if missing:
+        last = target.base.layers[-1]
+        rows_TD = last.input_layernorm(random_states(target, (PRE_NORM,))[PRE_NORM])
+    for name in missing:
+        norm, matrix = name.removesuffix(".weight"), name.replace("norm", "proj")
+        out_TD = last.get_submodule(norm.replace("norm", "proj"))(rows_TD)
+        length_TH = out_TD.float().unflatten(-1, (-1, target.head_width)).square().mean(-1).sqrt()
+        scale_H = 1 / length_TH[len(length_TH) // 4 :].median(dim=0).values.cpu()
+        weight = layer.pop(name)
+        scale = last.get_submodule(norm)(torch.ones_like(weight).to(out_TD)).float().cpu()
+        layer[matrix] = layer[matrix] * torch.outer(scale_H, scale).flatten().unsqueeze(1)
+    return layer
 
 
 def has(norm: Any) -> bool:
@@ -130,6 +155,6 @@ def _lengths(state_TD: Tensor) -> Tensor:
     return state_TD.float().square().mean(-1).sqrt()[len(state_TD) // 4 :].cpu()
 
 
-def require_init(name: str) -> None:
-    if name not in INITS:
-        raise UserError("head.init must be one of " + ", ".join(INITS), name, "choose one of them")
+def require_init(name: str, known: tuple[str, ...] = INITS) -> None:
+    if name not in known:
+        raise UserError("head.init must be one of " + ", ".join(known), name, "choose one of them")

@@ -114,7 +114,7 @@ def require_disk(need: int, have: int, place: Path, allowed: bool) -> None:
             "the features must fit on the disk",
             f"{readable(need)} needed, {readable(have)} free at {place}",
             "use precompute.codec=lossless or fp8, fewer states or less data, another place "
-            "(precompute.out), or plan.allow_shortfall=true",
+            "(precompute.out), none at all (precompute.live=true), or plan.allow_shortfall=true",
         )
 
 

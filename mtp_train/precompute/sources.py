@@ -66,19 +66,23 @@ class EngineStates:
         self.dtype = str(target.dtype).removeprefix("torch.")
 
     def capture(self, sequences: Sequence[TokenizedConversation]) -> dict[str, Tensor]:
-        device = self.target.device
-        offsets = [0, *accumulate(len(sequence.tokens) for sequence in sequences)]
-        tokens = torch.tensor(
-            [token for sequence in sequences for token in sequence.tokens], device=device
-        )
-        positions = torch.cat(
-            [torch.arange(len(sequence.tokens), device=device) for sequence in sequences]
-        )
-        found = self.target.capture(tokens, positions, PackedContext(offsets), self.states)
+        texts = [sequence.tokens for sequence in sequences]
+        found = packed_states(self.target, texts, self.states)
         return {name: state.cpu() for name, state in found.items()}
 
     def check(self, samples: Sequence[Sample], result: GateResult) -> None:
         check_choices(self.target, samples, result)
+
+
+def packed_states(
+    target: Target, texts: Sequence[Sequence[int]], states: Sequence[str]
+) -> dict[str, Tensor]:
+    """The named states of token sequences end to end [T, D], by one ragged forward, on the target's device."""
+    device = target.device
+    offsets = [0, *accumulate(len(text) for text in texts)]
+    tokens = torch.tensor([token for text in texts for token in text], device=device)
+    positions = torch.cat([torch.arange(len(text), device=device) for text in texts])
+    return target.capture(tokens, positions, PackedContext(offsets), states)
 
 
 def expand_states(states: Sequence[str], layers: int) -> tuple[str, ...]:

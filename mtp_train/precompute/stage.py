@@ -56,6 +56,7 @@ class PrecomputeConfig:
         gate_sequences: sequences per shard whose choices are compared with the engine's.
         tensor_parallel: ranks that hold one target together; groups of ranks work side by side.
         out: folder or fsspec address for the features (s3://...); empty: the run folder.
+        live: store no features; training computes those of each pack when it comes to it.
         vllm: an environment with vLLM that captures the states in our engine's place.
     """
 
@@ -66,6 +67,7 @@ class PrecomputeConfig:
     gate_sequences: int = 2
     tensor_parallel: int = 1
     out: str = ""
+    live: bool = False
     vllm: VllmConfig = field(default_factory=VllmConfig)
 
     def __post_init__(self) -> None:
@@ -77,6 +79,12 @@ class PrecomputeConfig:
                 raise UserError(
                     f"precompute.{name} must be 1 or more", getattr(self, name), "raise it"
                 )
+        if self.live and (self.vllm.python or self.tensor_parallel > 1):
+            raise UserError(
+                "live features are computed by our engine, a whole target on each training rank",
+                f"vllm.python={self.vllm.python!r}, tensor_parallel={self.tensor_parallel}",
+                "take precompute.live=false, or leave these at their defaults",
+            )
 
 
 def contract_for(

@@ -70,8 +70,13 @@ def step_lines(curves: Sequence[Mapping[str, Any]], quantity: str) -> list[Line]
 
 
 def tau_lines(curves: Sequence[Mapping[str, Any]]) -> list[Line]:
-    points = thin(validation(curves, "tau_teacher_forced"))
-    return [Line("teacher-forced", "held", points)] if points else []
+    """Teacher-forced, and through the engine on a few prompts where training measured that too."""
+    online = [row for row in curves if known(row.get("online", {}).get("tau"))]
+    told = [
+        ("teacher-forced", "held", validation(curves, "tau_teacher_forced")),
+        ("engine, a few prompts", "other", [(row["step"], row["online"]["tau"]) for row in online]),
+    ]
+    return [Line(name, style, thin(points)) for name, style, points in told if points]
 
 
 def last(line: Line) -> str:

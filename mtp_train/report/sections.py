@@ -176,7 +176,7 @@ PROMISED = {
 
 
 def curve_panels(evaluation: Mapping[str, Any], curves: Sequence[Mapping[str, Any]]) -> list[View]:
-    """Loss, held-out agreement and teacher-forced tau over steps, as far as they were recorded."""
+    """Loss, held-out agreement and tau over steps, as far as they were recorded."""
     tau = overall(evaluation, "greedy")[0].values["tau"]
     told = [
         ("Training loss", "loss", curve.loss_lines(curves), None),

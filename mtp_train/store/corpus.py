@@ -26,6 +26,7 @@ NAME = "corpus.json"
 FORMAT = 1
 TOKENS, MASK, OFFSETS = "tokens.i32", "mask.u8", "offsets.i64"
 KEYS, KEY_OFFSETS = "keys.utf8", "key_offsets.i64"
+COUNTED = 1 << 22  # tokens at a time: numpy counts wide copies
 FILES = {TOKENS: np.int32, MASK: np.uint8, OFFSETS: np.int64, KEY_OFFSETS: np.int64, KEYS: np.uint8}
 
 
@@ -73,6 +74,24 @@ class Corpus(Sequence[TokenizedConversation]):
     def lengths(self) -> np.ndarray:
         """Tokens of every sequence [sequences]."""
         return np.diff(self._arrays[OFFSETS])
+
+    @cached_property
+    def loss_tokens(self) -> np.ndarray:
+        """Tokens with mask 1 of every sequence [sequences]."""
+        counts = np.zeros(len(self), dtype=np.int64)
+        filled = self.lengths > 0
+        begins = self._arrays[OFFSETS][:-1][filled]
+        if len(begins):
+            counts[filled] = np.add.reduceat(self._arrays[MASK], begins, dtype=np.int64)
+        return counts
+
+    def token_counts(self, vocab_size: int, *, trained: bool = False) -> np.ndarray:
+        """How often each token stands in the text, or is trained: int64 [vocab_size]."""
+        counts = np.zeros(vocab_size, dtype=np.int64)
+        for start in range(0, self.note.tokens, COUNTED):
+            tokens, mask = (self._arrays[name][start : start + COUNTED] for name in (TOKENS, MASK))
+            counts += np.bincount(tokens[mask > 0] if trained else tokens, minlength=vocab_size)
+        return counts
 
 
 def write_corpus(

@@ -40,7 +40,7 @@ class Contract:
         states: which hidden states each row holds: `post_norm` (what lm_head reads), `pre_norm` (before the final
             norm), `layer_<k>` (the residual stream after k decoder layers; 0 is the embeddings).
         dtype: of the states as they are read.
-        codec: how they are written (`codecs.CODECS`).
+        codec: how they are written (`codecs.CODECS`); features that are not stored say `live`.
         data_digest: of the token sequences and masks, in order.
         rows_per_forward: another packing rounds differently, so the shards of one store share it.
     """

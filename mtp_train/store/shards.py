@@ -262,6 +262,10 @@ class FeatureStore:
         number, member = self.index.locate(index)
         return self.shard(number)[member]
 
+    def read(self, indices: Sequence[int]) -> list[FeatureSequence]:
+        """These sequences, in this order."""
+        return [self[index] for index in indices]
+
     def lengths(self) -> np.ndarray:
         """Tokens of every sequence, in order: int32 [sequences], a view of the index."""
         return self.index.lengths

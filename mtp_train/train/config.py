@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from mtp_train.core.errors import UserError
 from mtp_train.losses.terms import LossConfig, default_weights
+from mtp_train.train.online import OnlineConfig
+
+KEEPS = ("last", "best")
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,12 @@ class TrainConfig:
         learning_rate, warmup_steps, beta1, beta2, weight_decay, clip: AdamW, cosine to 2 % of the peak.
         validations: how often in the run the held-out features are measured.
         checkpoints: how often in the run a resumable checkpoint is written; the newest two are kept.
+        online_eval: acceptance through the engine while training; the best head by it is kept beside the last.
+        keep: which head the run ends with, `last` or `best`.
+        ema: decay of the average of weights that is measured and kept in place of the weights themselves
+            (`train.average`); 0 is off.
+        feature_noise: a of the noise U(-a, a) on the states that the head is fed in training (`train.noise`); 0 is off.
+        explode: a loss this many times its running median stops the run (`train.guard`); 0 is off.
     """
 
     epochs: int = 3
@@ -49,6 +58,11 @@ class TrainConfig:
     seed: int = 0
     validations: int = 6
     checkpoints: int = 4
+    online_eval: OnlineConfig = field(default_factory=OnlineConfig)
+    keep: str = "last"
+    ema: float = 0.0
+    feature_noise: float = 0.0
+    explode: float = 10.0
 
     def __post_init__(self) -> None:
         for name in (
@@ -70,11 +84,30 @@ class TrainConfig:
                 values,
                 "raise it",
             )
+        self._require_stabilisers()
         self.losses()  # refuses unknown terms and values out of range
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
             raise UserError(
                 "train.beta1 and beta2 must lie in [0, 1)", (self.beta1, self.beta2), "use 0.9"
             )
+
+    def _require_stabilisers(self) -> None:
+        if self.keep not in KEEPS:
+            raise UserError(
+                "train.keep must be one of " + ", ".join(KEEPS), self.keep, "choose one"
+            )
+        if self.keep == "best" and not self.online_eval.every:
+            raise UserError(
+                "train.keep=best needs measured acceptance",
+                "train.online_eval.every=0",
+                "set it to a number of steps",
+            )
+        if not 0 <= self.ema < 1:
+            raise UserError("train.ema must lie in [0, 1)", self.ema, "use 0.999, or 0 for none")
+        if self.feature_noise < 0:
+            raise UserError("train.feature_noise must be 0 or more", self.feature_noise, "use 0.1")
+        if self.explode != 0 and self.explode <= 1:
+            raise UserError("train.explode must be above 1, or 0", self.explode, "use 10")
 
     def losses(self) -> LossConfig:
         return LossConfig(self.loss, self.lk_eta, self.step_weights, self.decay, self.mean_over)

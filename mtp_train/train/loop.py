@@ -1,7 +1,7 @@
 """The training loop: the same windows of packs on any number of ranks, exact resume, curves on disk.
 
-Everything that decides a step is a pure function of its number (order, learning rate), so a checkpoint holds
-parameters, Adam's moments and the step: nothing else. Loss is a mean over the global goals of a window.
+Everything that decides a step is a pure function of its number (order, learning rate, noise), so a checkpoint holds
+parameters, their average, Adam's moments and the step: nothing else. Loss is a mean over the global goals of a window.
 """
 
 from __future__ import annotations
@@ -12,20 +12,27 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 
-from mtp_train.batches.pack import load_pack, ordered_packs
-from mtp_train.checkpoint.heads import HeadCard, save_checkpoint
+from mtp_train.batches.pack import Features, load_pack, ordered_packs
+from mtp_train.checkpoint.heads import HeadCard, copy_checkpoint, read_card, save_checkpoint
 from mtp_train.core.errors import UserError
 from mtp_train.core.progress import progress, say
 from mtp_train.heads.base import DraftHead
+from mtp_train.losses.weights import denominator
 from mtp_train.models.target import Target
 from mtp_train.store.shards import FeatureStore
+from mtp_train.train.average import make_average, require_whole_parameters
+from mtp_train.train.best import BEST, forget_best, keep_best
 from mtp_train.train.config import TrainConfig
+from mtp_train.train.guard import PackReport, alarm, exploded, report
 from mtp_train.train.metrics import ValidationSums
+from mtp_train.train.noise import noisy_states
+from mtp_train.train.online import figures, held_out_requests, measure
 from mtp_train.train.optim import learning_rate, make_optimizer
 from mtp_train.train.order import Window, epoch_windows
 from mtp_train.train.state import Progress, load_state, save_state
@@ -37,14 +44,19 @@ CURVES = "curves.jsonl"
 def train(
     target: Target,
     head: DraftHead,
-    features: FeatureStore,
-    held_out: FeatureStore,
+    features: Features,
+    held_out: Features,
     config: TrainConfig,
     accelerator: Accelerator,
     out: Path,
+    stop: frozenset[int] = frozenset(),
 ) -> HeadCard:
-    """Fit `head`; writes `out/head`, `out/curves.jsonl` and resumable checkpoints, and goes on from the newest one."""
-    return _Trainer(target, head, features, held_out, config, accelerator, out).run()
+    """Fit `head`; writes `out/head`, `out/curves.jsonl` and resumable checkpoints, and goes on from the newest one.
+
+    Args:
+        stop: tokens that end an answer, for the acceptance that is measured through the engine.
+    """
+    return _Trainer(target, head, features, held_out, config, accelerator, out, stop).run()
 
 
 class _Trainer:
@@ -52,11 +64,12 @@ class _Trainer:
         self,
         target: Target,
         head: DraftHead,
-        features: FeatureStore,
-        held_out: FeatureStore,
+        features: Features,
+        held_out: Features,
         config: TrainConfig,
         accelerator: Accelerator,
         out: Path,
+        stop: frozenset[int],
     ) -> None:
         for store in (features, held_out):
             contract = store.manifest.contract
@@ -81,9 +94,20 @@ class _Trainer:
             head, config.learning_rate, (config.beta1, config.beta2), config.weight_decay
         )
         self._require_fit()
+        self.requests = (
+            held_out_requests(held_out, config.online_eval, stop, target.max_positions)
+            if config.online_eval.every
+            else []
+        )
+        self.average = make_average(head, config.ema) if config.ema else None
+        # what is measured and kept: the average of the weights where there is one
+        self.served = cast(DraftHead, self.average.module) if self.average else head
         vocabulary = self._vocabulary() if config.loss_vocabulary else None
         # unwrapped: validates without other ranks
         self.own = RolloutModule(head, target, vocabulary, config.losses())
+        self.measured = (
+            RolloutModule(self.served, target, None, config.losses()) if self.average else self.own
+        )
         self.module, self.optimizer = accelerator.prepare(self.own, optimizer)
         self.raw_optimizer: torch.optim.Optimizer = getattr(
             self.optimizer, "optimizer", self.optimizer
@@ -120,6 +144,8 @@ class _Trainer:
                 bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
                 if self.step in validate_at:
                     self._validate()
+                if self.config.online_eval.due(self.step, self.total):
+                    self._measure()
                 if self.step in save_at:
                     self._checkpoint()
         return self._finish()
@@ -127,6 +153,12 @@ class _Trainer:
     def _require_fit(self) -> None:
         """Refuse a configuration that this head can't be trained with."""
         head, config = self.head, self.config
+        if config.ema:
+            require_whole_parameters(self.accelerator.distributed_type)
+        drafts = config.online_eval.drafts
+        if config.online_eval.every and head.steps is not None and drafts > head.steps:
+            rule = f"train.online_eval.drafts must be at most {head.steps}, the steps of this {head.family} head"
+            raise UserError(rule, drafts, "lower it")
         terms = ", ".join(config.losses().enabled("states"))
         if terms and head.own_output() is not None:
             rule = f"{terms}: states are compared only where the head shares the target's lm_head"
@@ -134,9 +166,7 @@ class _Trainer:
         if config.loss_vocabulary and head.vocabulary is not None:
             rule = "train.loss_vocabulary is for heads without a draft vocabulary of their own"
             raise UserError(rule, config.loss_vocabulary, "set it to 0")
-        if head.steps is not None and config.rollout_steps != head.steps:
-            rule = f"train.rollout_steps must be {head.steps}, the draft steps of this {head.family} head"
-            raise UserError(rule, config.rollout_steps, "change either")
+        head.require_rollout(config.rollout_steps)
 
     def _vocabulary(self) -> torch.Tensor:
         """The most frequent tokens of the features, in the order of their ids."""
@@ -159,44 +189,58 @@ class _Trainer:
         for group in self.raw_optimizer.param_groups:
             group["lr"] = rate
         total = torch.zeros((), device=self.target.device)
-        keys: list[str] = []
+        losses = []
         for indices, weight in window.packs:
             pack = load_pack(self.features, indices, self.target.device)
-            keys += pack.keys
+            noise = (pack, config.feature_noise, config.seed, self.step)
+            inputs = noisy_states(*noise) if config.feature_noise else None
             with self.accelerator.autocast():
-                result = self.module(pack, config.rollout_steps)
+                result = self.module(pack, config.rollout_steps, inputs=inputs)
+            losses.append(result.values.loss.detach())
             loss = weight * result.values.loss / max(window.goals, 1)
             # DDP averages gradients over ranks; the window's mean is over goals, so undo the average.
             self.accelerator.backward(loss * self.accelerator.num_processes)
             total += loss.detach()
-        norm = self.accelerator.clip_grad_norm_(self.module.parameters(), config.clip)
         value = float(self.accelerator.reduce(total, "sum"))
-        if not math.isfinite(value) or not math.isfinite(float(norm)):
-            raise UserError(
-                "the loss must stay finite",
-                f"{value} at step {self.step} on sequences {keys[:8]}",
-                "lower train.learning_rate, or look at these sequences",
-            )
+        if not math.isfinite(value) or exploded(value, self.curves, config.explode):
+            raise self._alarm(f"loss {value:.4g}", window, losses)
+        norm = float(self.accelerator.clip_grad_norm_(self.module.parameters(), config.clip))
+        if not math.isfinite(norm):
+            raise self._alarm(f"loss {value:.4g}, gradient norm {norm}", window, losses)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return value, float(norm), rate
+        if self.average:
+            self.average.update_parameters(self.head)
+        return value, norm, rate
+
+    def _alarm(self, what: str, window: Window, losses: list[torch.Tensor]) -> UserError:
+        """What was wrong with this step, from all ranks; nothing was stepped."""
+        counts, rank = self.features.loss_tokens(), self.accelerator.process_index
+        mine = []
+        for (indices, weight), value in zip(window.packs, losses, strict=True):
+            goals = max(denominator(counts[indices].tolist(), self.config.mean_over), 1)
+            pack = load_pack(self.features, indices, self.target.device)
+            mine += [report(rank, float(value) / goals, indices, pack)] if weight else []
+        packs: list[PackReport] = gather_object(mine)
+        store = self.features.place if isinstance(self.features, FeatureStore) else None
+        return alarm(f"{what} at step {self.step + 1}", packs, store, self.target.path)
 
     @torch.no_grad()
     def _validate(self) -> None:
         """Measure the held-out features; every rank its share of packs."""
-        self.own.eval()
+        self.measured.eval()
         sums = ValidationSums(self.config.rollout_steps, tuple(self.config.losses().enabled()))
         packs = list(ordered_packs(self.held_out.lengths(), max(self.config.rows, 2048)))
         for indices in packs[self.accelerator.process_index :: self.accelerator.num_processes]:
             with self.accelerator.autocast():
                 sums.add(
-                    self.own(
+                    self.measured(
                         load_pack(self.held_out, indices, self.target.device),
                         self.config.rollout_steps,
                         measure=True,
                     )
                 )
-        self.own.train()
+        self.measured.train()
         sums.reduce(lambda sums: self.accelerator.reduce(sums.to(self.target.device), "sum"))
         summary = sums.summary()
         self._log({"step": self.step, "validation": summary})
@@ -209,6 +253,23 @@ class _Trainer:
             values = ", ".join(f"{name} {summary[key]:.3f}" for name, key in shown.items())
             say(f"step {self.step}/{self.total}: held-out {values}")
 
+    def _measure(self) -> None:
+        """Acceptance through the engine; every rank its share of prompts. The best head so far is kept."""
+        config, accelerator = self.config.online_eval, self.accelerator
+        mine = self.requests[accelerator.process_index :: accelerator.num_processes]
+        counts = measure(self.target, self.served, mine, config).to(self.target.device)
+        found = figures(accelerator.reduce(counts, "sum"))
+        self._log({"step": self.step, "online": found})
+        if accelerator.is_main_process:
+            best = keep_best(self.out, self.served, self._card())
+            values = ", ".join(
+                f"{found[f'per_position/{i + 1}']:.3f}" for i in range(config.drafts)
+            )
+            say(
+                f"step {self.step}/{self.total}: engine tau {found['tau']:.3f}, per position {values}"
+                + (" (best so far)" if best else "")
+            )
+
     # --- what stays -------------------------------------------------------------------------------------------
 
     def _log(self, row: dict[str, Any]) -> None:
@@ -216,9 +277,11 @@ class _Trainer:
         if self.accelerator.is_main_process:
             with open(self.out / CURVES, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-        flat = row.get("validation") or {key: value for key, value in row.items() if key != "step"}
-        prefix = "validation/" if "validation" in row else "train/"
-        self.accelerator.log({prefix + key: value for key, value in flat.items()}, step=row["step"])
+        kind = next((name for name in ("validation", "online") if name in row), "train")
+        flat = row.get(kind) or {key: value for key, value in row.items() if key != "step"}
+        self.accelerator.log(
+            {f"{kind}/{key}": value for key, value in flat.items()}, step=row["step"]
+        )
 
     def _card(self) -> HeadCard:
         return HeadCard(
@@ -229,11 +292,25 @@ class _Trainer:
             self.target.vocab_size,
             self.step,
             config=asdict(self.config),
+            measured=self._measured_now(),
         )
+
+    def _measured_now(self) -> dict[str, Any]:
+        """Acceptance at this very step, if it was measured; the curves know it after a resume too."""
+        online = (row for row in reversed(self.curves) if "online" in row)
+        newest = next(online, None)
+        return newest["online"] if newest and newest["step"] == self.step else {}
 
     def _checkpoint(self) -> None:
         if self.accelerator.is_main_process:
-            save_state(self.out, self.head, self._card(), self.raw_optimizer, self._progress())
+            save_state(
+                self.out,
+                self.head,
+                self._card(),
+                self.raw_optimizer,
+                self._progress(),
+                self.average,
+            )
 
     def _progress(self) -> Progress:
         digest = self.features.manifest.contract.data_digest
@@ -243,23 +320,32 @@ class _Trainer:
         """Go on from the newest whole checkpoint of this very run; another run's is refused."""
         self.out.mkdir(parents=True, exist_ok=True)
         found = load_state(
-            self.out, self.head, asdict(self.config), self.raw_optimizer, self._progress()
+            self.out,
+            self.head,
+            asdict(self.config),
+            self.raw_optimizer,
+            self._progress(),
+            self.average,
         )
         if found is not None:
             self.step, self.curves = found.step, found.curves
             if self.accelerator.is_main_process:
                 say(f"train: resumed at step {self.step} of {self.total}")
         if self.accelerator.is_main_process:
+            if found is None:
+                forget_best(self.out)
             (self.out / CURVES).write_text(
                 "".join(json.dumps(row) + "\n" for row in self.curves), encoding="utf-8"
             )
 
     def _finish(self) -> HeadCard:
-        card = self._card()
         if self.accelerator.is_main_process:
-            save_checkpoint(self.out / "head", self.head, card)
+            if self.config.keep == "best":
+                copy_checkpoint(self.out / BEST, self.out / "head")
+            else:
+                save_checkpoint(self.out / "head", self.served, self._card())
         self.accelerator.wait_for_everyone()
-        return card
+        return read_card(self.out / "head")
 
 
 def _marks(total: int, times: int) -> set[int]:

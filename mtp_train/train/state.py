@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from mtp_train.checkpoint.heads import (
     TENSORS,
@@ -24,6 +25,7 @@ from mtp_train.heads.base import DraftHead
 from mtp_train.train.optim import load_optimizer, optimizer_tensors
 
 OPTIMIZER = "optimizer.safetensors"
+AVERAGE = "average.safetensors"
 PROGRESS = "progress.json"
 
 
@@ -43,14 +45,21 @@ def save_state(
     card: HeadCard,
     optimizer: torch.optim.Optimizer,
     progress: Progress,
+    average: nn.Module | None = None,
 ) -> None:
-    """Write a resumable checkpoint; the newest two are kept."""
+    """Write a resumable checkpoint; the newest two are kept.
+
+    average: of the head's weights, with its own count of updates.
+    """
     folder = out / "checkpoints"
+    extra = {OPTIMIZER: optimizer_tensors(optimizer, head)}
+    if average is not None:
+        extra[AVERAGE] = average.state_dict()
     save_checkpoint(
         folder / f"step-{progress.step:08d}",
         head,
         card,
-        extra={OPTIMIZER: optimizer_tensors(optimizer, head)},
+        extra=extra,
         notes={PROGRESS: asdict(progress)},
     )
     for old in find_checkpoints(folder)[:-2]:
@@ -63,6 +72,7 @@ def load_state(
     config: dict[str, Any],
     optimizer: torch.optim.Optimizer,
     run: Progress,
+    average: nn.Module | None = None,
 ) -> Progress | None:
     """Put the newest whole checkpoint back, exactly; None if there is none.
 
@@ -87,4 +97,6 @@ def load_state(
         )
     head.load_state_dict(load_tensors(newest / TENSORS, head.state_dict()))
     load_optimizer(optimizer, head, load_file(newest / OPTIMIZER))
+    if average is not None:
+        average.load_state_dict(load_file(newest / AVERAGE))
     return progress

@@ -59,15 +59,27 @@ class RolloutModule(nn.Module):
             self._whole if self._vocabulary is None else self._whole[self._vocabulary].contiguous()
         )
 
-    def forward(self, pack: Pack, steps: int, measure: bool = False) -> PackLoss:
+    def forward(
+        self,
+        pack: Pack,
+        steps: int,
+        measure: bool = False,
+        inputs: dict[str, Tensor] | None = None,
+    ) -> PackLoss:
         """Roll out over `pack`; `measure` is for validation: alpha too, always over the whole vocabulary.
+
+        inputs: what the head is fed in place of the pack's states (with noise); the target's part is the pack's.
 
         The kl of a head with a draft vocabulary is over that part, p renormalised: over the whole it is infinite.
         """
         target = self._target[0]
         aligned = rollout(pack.token_T, pack.loss_mask_T, pack.offsets, steps)
         outs = head_states(
-            self.head, target, self.head.fuse(pack.states), aligned, RolloutContext(pack.offsets)
+            self.head,
+            target,
+            self.head.fuse(pack.states if inputs is None else inputs),
+            aligned,
+            RolloutContext(pack.offsets),
         )
         student = torch.stack(
             [
@@ -116,7 +128,9 @@ def head_states(
     state_TD: what enters the first step, `head.fuse` of the target's states.
     """
     outs: list[Tensor] = []
-    for token_T, position_T in zip(aligned.token_ST, aligned.position_ST, strict=True):
-        state_TD = head(target.embed(token_T), state_TD, position_T, context)
+    for step, (token_T, position_T) in enumerate(
+        zip(aligned.token_ST, aligned.position_ST, strict=True)
+    ):
+        state_TD = head.at(step)(target.embed(token_T), state_TD, position_T, context)
         outs.append(state_TD)
     return outs

@@ -1,0 +1,84 @@
+"""The features that `precompute` left or prepared for training: from a store, or live."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtp_train.batches.pack import Features
+from mtp_train.cli.corpora import SETS
+from mtp_train.cli.job import Job
+from mtp_train.core.errors import UserError
+from mtp_train.core.provenance import digest, file_digest
+from mtp_train.models.target import Target
+from mtp_train.precompute import live
+from mtp_train.precompute.live import LiveFeatures, LiveManifest
+from mtp_train.precompute.stage import PrecomputeConfig
+from mtp_train.store import manifest
+from mtp_train.store.corpus import Corpus
+from mtp_train.store.places import Place
+from mtp_train.store.shards import FeatureStore
+
+
+def whole(job: Job, is_live: bool) -> bool:
+    """Whether the features of all sets are there: stored, or prepared to be computed live."""
+    if is_live:
+        return all((job.folder.corpus(name) / live.NAME).is_file() for name in SETS)
+    return all(Place(job.features(name)).exists(manifest.NAME) for name in SETS)
+
+
+def outputs(job: Job, is_live: bool) -> Any:
+    """What precompute's stamp records: each set's manifest."""
+    if is_live:
+        return {name: file_digest(job.folder.corpus(name) / live.NAME) for name in SETS}
+    return {name: digest(Place(job.features(name)).read(manifest.NAME).decode()) for name in SETS}
+
+
+def trained_counts(job: Job) -> Tensor:
+    """How often each token of the training set is trained: int64 [vocabulary]. Loads no target."""
+    if not config_of(job).live:
+        return FeatureStore(job.features("train")).token_counts(trained=True)
+    folder = job.folder.corpus("train")
+    size = LiveManifest.load(folder).contract.vocab_size
+    return torch.from_numpy(Corpus(folder).token_counts(size, trained=True))
+
+
+def held_states(job: Job) -> tuple[str, ...]:
+    """The states that the run's features hold. Loads no target."""
+    if not config_of(job).live:
+        return FeatureStore(job.features("train")).states
+    return LiveManifest.load(job.folder.corpus("train")).contract.states
+
+
+def open_features(job: Job, name: str, target: Target, states: Sequence[str]) -> Features:
+    """One set's features with these states. Live ones pass a small gate here too: it is this process's target."""
+    config = config_of(job)
+    if not config.live:
+        return FeatureStore(job.features(name), states, checked=True)
+    folder = job.folder.corpus(name)
+    features = LiveFeatures(target, Corpus(folder), LiveManifest.load(folder), states)
+    features.gate(config, config.gate_sequences)
+    return features
+
+
+def require_current(job: Job, recorded: str) -> None:
+    """Raise if the features of this configuration are not those that precompute's stamp recorded.
+
+    Where none are left at all, a finished head still counts as trained on them.
+    """
+    is_live = config_of(job).live
+    same = whole(job, is_live) and recorded == digest(outputs(job, is_live))
+    if not same and any(whole(job, kind) for kind in (True, False)):
+        raise UserError(
+            "training needs the features of this run's last precompute",
+            f"others, with precompute.live={str(is_live).lower()}",
+            "give it the same precompute keys, or run precompute again with these",
+        )
+
+
+def config_of(job: Job) -> PrecomputeConfig:
+    config: PrecomputeConfig = job.section("precompute", PrecomputeConfig)
+    return config

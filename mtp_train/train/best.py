@@ -1,0 +1,30 @@
+"""The head with the highest measured acceptance, beside the resumable checkpoints and never pruned with them.
+
+`best/` has the form of `head/`; its card says the step and what was measured. The card is also the memory: a resumed
+run holds its measurements against it, so that a run that was killed ends with the best of an unbroken one.
+Knows no engine.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from mtp_train.checkpoint.heads import CARD, HeadCard, read_card, save_checkpoint
+from mtp_train.heads.base import DraftHead
+
+BEST = "best"
+
+
+def keep_best(out: Path, head: DraftHead, card: HeadCard) -> bool:
+    """Write `out/best` if the card's measured tau is above that of the one there; a tie keeps the earlier."""
+    folder = out / BEST
+    if (folder / CARD).is_file() and read_card(folder).measured["tau"] >= card.measured["tau"]:
+        return False
+    save_checkpoint(folder, head, card)
+    return True
+
+
+def forget_best(out: Path) -> None:
+    """A run that begins anew has no best yet; one that lies there is of steps that are taken again."""
+    shutil.rmtree(out / BEST, ignore_errors=True)
