@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
@@ -26,6 +27,11 @@ def ends_only(config: PreTrainedConfig, device: str, *, trust_remote_code: bool)
     """
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return places_of(model, device)
+
+
+def places_of(model: Any, device: str = "cpu") -> dict[str, str]:
+    """As `ends_only`, of a model without storage."""
     if any(isinstance(rule, WeightConverter) for rule in get_model_conversion_mapping(model)):
         return {}
     layers = model.base_model.layers
@@ -38,3 +44,14 @@ def ends_only(config: PreTrainedConfig, device: str, *, trust_remote_code: bool)
         for part in parts
         if id(part) not in above
     }
+
+
+def resident_bytes(model: nn.Module, *, whole: bool) -> int:
+    """Bytes of a model's parameters that stay in memory, counted on one without storage."""
+    places = {} if whole else places_of(model)
+    found = {
+        id(parameter): parameter.numel() * parameter.element_size()
+        for name, parameter in model.named_parameters()
+        if not any(name.startswith(f"{part}.") for part, place in places.items() if place == DISK)
+    }
+    return sum(found.values())
