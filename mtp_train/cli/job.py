@@ -205,6 +205,13 @@ class Job:
             )
         return targets[wanted]
 
+    @property
+    def training_runs_target(self) -> bool:
+        """Whether training needs the whole target, rather than its ends."""
+        return bool(
+            self.config["precompute"]["live"] or self.config["train"]["online_eval"]["every"]
+        )
+
     @cached_property
     def target_inputs(self) -> dict[str, Any]:
         """What of the target a stage depends on."""

@@ -60,7 +60,7 @@ def _work(job: Job, config: TrainConfig, head_config: Any) -> Any:
     counts_V = trained_counts(job)
     out = job.folder.stage("train")
     accelerator = _accelerator(job, out)
-    target = job.target(ends=not _runs_target(job, config))
+    target = job.target(ends=not job.training_runs_target)
     head = (
         warm_start(Path(config.warm_start), target, head_config, counts_V)
         if config.warm_start
@@ -75,11 +75,6 @@ def _work(job: Job, config: TrainConfig, head_config: Any) -> Any:
             tracker.finish()
         accelerator.free_memory()
     return file_digest(job.folder.head / TENSORS)
-
-
-def _runs_target(job: Job, config: TrainConfig) -> bool:
-    """Whether training runs the target, rather than only reading its embedding and lm_head."""
-    return bool(job.config["precompute"]["live"] or config.online_eval.every)
 
 
 def _accelerator(job: Job, out: Any) -> Accelerator:

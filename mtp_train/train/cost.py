@@ -1,4 +1,4 @@
-"""What training a head takes of one rank's memory, from shapes alone: nothing is loaded, nothing is run.
+"""What training a head takes, from shapes alone: memory of one rank, arithmetic. Nothing is loaded, nothing is run.
 
 Each part is a sum that can be checked by hand, but for what the head's forward keeps for its backward. That is
 counted, on tensors without storage, at two pack sizes: it is a constant (the weights in autocast's dtype) and so much
@@ -31,18 +31,24 @@ PROBE = (64, 128)  # rows
 
 
 def train_bytes(
-    target: Target, head: DraftHead, config: TrainConfig, *, ranks: int, autocast: bool
+    target: Target,
+    head: DraftHead,
+    config: TrainConfig,
+    *,
+    ranks: int = 1,
+    autocast: bool = True,
+    whole: bool = False,
 ) -> dict[str, int]:
     """Bytes by part.
 
     Args:
         target, head: without storage.
+        whole: whether training runs the target, and not only reads its ends.
         ranks: more than one keep another copy of the gradients, to exchange them (DDP).
         autocast: whether matmuls run in bfloat16.
     """
     held = sum(p.numel() for p in head.parameters()) * FLOAT
     trained = sum(p.numel() for p in head.parameters() if p.requires_grad) * FLOAT
-    whole = bool(config.online_eval.every)
     width, rows = target.dtype.itemsize, config.rows
     states = len(dict.fromkeys((target.state, *head.states)))
     constant, per_row = kept_for_backward(head, target, config.rollout_steps, autocast)
@@ -61,11 +67,25 @@ def train_bytes(
     return {name: size for name, size in parts.items() if size}
 
 
+def train_flops(target: Target, head: DraftHead, config: TrainConfig) -> int:
+    """Of one token's matrix products, forward and backward: every draft step, and the loss as if every token had one.
+
+    Attention's own products, which grow with the sequence, are left out.
+    """
+    own = head.own_output()
+    matrices = sum(p.numel() for p in head.parameters() if p.requires_grad and p.ndim > 1)
+    block = (matrices - (0 if own is None else own.numel())) // head.depths
+    projection = 2 * target.hidden_size * _loss_vocabulary(target, head, config)
+    backward = 1 if own is None else 2  # by the states, and by a matrix that is trained
+    per_step = 6 * block + projection * (1 + backward)
+    return projection + config.rollout_steps * per_step
+
+
 def _loss_bytes(target: Target, head: DraftHead, config: TrainConfig) -> int:
     """A chunk's logits, the states that are compared with their gradients, and copies of output matrices."""
     wide, width = target.hidden_size, target.dtype.itemsize
-    part = config.loss_vocabulary if head.vocabulary is None else len(head.vocabulary)
-    vocabulary = part or target.vocab_size
+    vocabulary = _loss_vocabulary(target, head, config)
+    part = vocabulary if vocabulary < target.vocab_size else 0
     logits = min(CHUNK, config.rows) * vocabulary * (LOGITS * FLOAT + width)
     states = 2 * config.rollout_steps * config.rows * wide * FLOAT
     rows_of_lm_head = part * wide * width
@@ -75,6 +95,12 @@ def _loss_bytes(target: Target, head: DraftHead, config: TrainConfig) -> int:
     # cast for the matmuls, its summed gradient, and one chunk's
     matrices = own.numel() * (width + FLOAT) + own.shape[-2] * own.shape[-1] * width
     return logits + states + rows_of_lm_head + matrices
+
+
+def _loss_vocabulary(target: Target, head: DraftHead, config: TrainConfig) -> int:
+    """Tokens that the loss compares."""
+    part = config.loss_vocabulary if head.vocabulary is None else len(head.vocabulary)
+    return min(part or target.vocab_size, target.vocab_size)
 
 
 def kept_for_backward(
