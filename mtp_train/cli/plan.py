@@ -46,7 +46,7 @@ def announce(job: Job, plan: PlanConfig, text: Mapping[str, Corpus], ranks: int)
     say(
         f"plan: {sum(load.tokens for load in loads)} tokens, {readable(outlook.need)} of features "
         f"({outlook.kept}), {outlook.free_text}"
-        + (f", about {_duration(time)}" if time is not None else "")
+        + (f", about {duration(time)}" if time is not None else "")
     )
     outlook.require_disk()
 
@@ -195,7 +195,7 @@ class Outlook:
     def _time_lines(self) -> str:
         lines = [self._precompute_time()]
         if self.plan.tflops:
-            hours = {name: _duration(time) for name, time in self.assumed_hours().items()}
+            hours = {name: duration(time) for name, time in self.assumed_hours().items()}
             lines.append(
                 f"by arithmetic, if each of {self.plan.ranks} ranks does {self.plan.tflops:g} TFLOP/s "
                 f"(assumed): precompute {hours['precompute']}, training {hours['training']}"
@@ -212,7 +212,7 @@ class Outlook:
                 "in this run folder first"
             )
         speed = f"{self.speed():,.0f} tokens/s measured per unit, {self.units} units"
-        return f"precompute's time: about {_duration(hours)} ({speed})"
+        return f"precompute's time: about {duration(hours)} ({speed})"
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -223,5 +223,6 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _duration(hours: float) -> str:
+def duration(hours: float) -> str:
+    """Hours, or minutes where they are few."""
     return f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.0f} minutes"

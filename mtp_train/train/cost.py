@@ -74,7 +74,8 @@ def train_flops(target: Target, head: DraftHead, config: TrainConfig) -> int:
     """
     own = head.own_output()
     matrices = sum(p.numel() for p in head.parameters() if p.requires_grad and p.ndim > 1)
-    block = (matrices - (0 if own is None else own.numel())) // head.depths
+    parts = head.steps or head.depths  # that serve a step each
+    block = (matrices - (0 if own is None else own.numel())) // parts
     projection = 2 * target.hidden_size * _loss_vocabulary(target, head, config)
     backward = 1 if own is None else 2  # by the states, and by a matrix that is trained
     per_step = 6 * block + projection * (1 + backward)
