@@ -134,3 +134,17 @@ def test_a_job_loads_either_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     whole = job.target()
     assert whole is not ends and job.target(ends=True) is whole, "the whole one has its ends too"
     assert asked == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("more", "runs"),
+    [
+        ((), False),
+        (("train.online_eval.every=5",), True),
+        (("precompute.live=true",), True),
+    ],
+)
+def test_training_that_runs_the_target_has_the_whole_of_it(
+    folder: Path, more: tuple[str, ...], runs: bool
+) -> None:
+    assert Job([f"target.path={folder}", "run=runs/none", *more]).training_runs_target == runs
