@@ -31,6 +31,7 @@ from mtp_train.regenerate.journal import Journal
 from mtp_train.regenerate.stage import RegenerateConfig
 from mtp_train.store.shards import FeatureStore
 from mtp_train.train.config import TrainConfig
+from recipes import waiting
 
 REPOSITORY = Path(__file__).parents[1]
 PROMPTS = {
@@ -488,11 +489,14 @@ def test_every_recipe_parses_into_every_component() -> None:
         "a recipe without a config"
     )
     for name in names:
+        if name in waiting():  # its own test says what for
+            continue
         config = load_config([f"recipe={name}"])
         assert {key: type(section(config, key, cls)) for key, cls in SECTIONS.items()} == SECTIONS
         prompts = section(config, "regenerate", RegenerateConfig).prompts
         assert {"train", "heldout"} <= set(prompts)
-        assert all(Path(path).is_file() for path in prompts.values())
+        own = [path for path in prompts.values() if path.startswith("recipes/")]
+        assert all(Path(path).is_file() for path in own)
 
 
 def test_the_command_line_stands_over_the_recipe_and_the_recipe_over_the_defaults() -> None:

@@ -68,7 +68,7 @@ def _work(job: Job, config: TrainConfig, head_config: Any) -> Any:
     counts_V = trained_counts(job)
     out = job.folder.stage("train")
     accelerator = _accelerator(job, out)
-    target = job.target()
+    target = job.target(ends=not job.training_runs_target)
     head = (
         warm_start(Path(config.warm_start), target, head_config, counts_V)
         if config.warm_start

@@ -159,6 +159,12 @@ def _require_parts(block: Any) -> None:
         )
 
 
+def settle(config: Eagle3Config, target: Target, draft_vocabulary: int) -> Eagle3Config:
+    """The configuration with its states named, and a draft vocabulary of that many tokens."""
+    states = config.states or list(eagle3_states(target.layers))
+    return replace(config, states=states, draft_vocabulary=draft_vocabulary)
+
+
 def build(
     target: Target, config: Eagle3Config, seed: int = 0, counts_V: Tensor | None = None
 ) -> Eagle3Head:
@@ -169,11 +175,7 @@ def build(
     """
     size = config.draft_vocabulary
     vocabulary_U = choose_vocabulary(counts_V, size) if size else None
-    settled = replace(
-        config,
-        states=config.states or list(eagle3_states(target.layers)),
-        draft_vocabulary=0 if vocabulary_U is None else len(vocabulary_U),
-    )
+    settled = settle(config, target, 0 if vocabulary_U is None else len(vocabulary_U))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         head = Eagle3Head(target, settled)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mtp_train.core.errors import UserError
@@ -83,3 +84,11 @@ def make_head(target: Target, settings: dict[str, Any]) -> DraftHead:
             "update mtp_train, or use another checkpoint",
         )
     return family.head(target, family.config(**settings))
+
+
+def outline_head(target: Target, config: Any) -> DraftHead:
+    """A head without storage, for a target without: shapes alone. A draft vocabulary is as large as it may be."""
+    if isinstance(config, eagle3.Eagle3Config):
+        config = eagle3.settle(config, target, min(config.draft_vocabulary, target.vocab_size))
+    with torch.device("meta"):
+        return family_of(config.family).head(target, config)

@@ -32,6 +32,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from mtp_train.attention import interface
 from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import folder_digest
+from mtp_train.models.partial import ends_only
 
 MODEL_TYPES = (
     "llama",
@@ -81,12 +82,15 @@ class Target:
         device: str = "cpu",
         trust_remote_code: bool = False,
         tensor_parallel: int = 1,
+        ends: bool = False,
     ) -> Target:
         """Load from a local folder of safetensors.
 
         Args:
             dtype: one of `DTYPES`; bfloat16 is what engines serve, float32 is for exact comparisons.
             tensor_parallel: ranks of this process's group that hold the target together, by transformers' own plan.
+            ends: keep only what training on stored states needs; a forward then reads the layers from the files (see
+                `partial`).
         """
         folder = require_model_folder(path)
         name, wanted = interface.register(), require_dtype(dtype)
@@ -94,6 +98,9 @@ class Target:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
             require_architecture(config)
             spread = _spread(config, tensor_parallel) if tensor_parallel > 1 else {}
+            if ends:
+                places = ends_only(config, device, trust_remote_code=trust_remote_code)
+                spread = {"device_map": places} if places else {}
             model = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
