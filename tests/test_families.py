@@ -106,6 +106,23 @@ def test_a_block_that_the_layout_cannot_hold_is_refused() -> None:
         mimo.export_tensors(build(target, MtpConfig()), torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("name", "block", "message"),
+    [
+        ("mistral-window", "target", "a sliding window.*head.block=llama"),
+        ("gemma", "target", "does not multiply by its weight.*head.block=llama"),
+        ("gemma2", "llama", "no cap on logits"),
+    ],
+)
+def test_what_engines_would_compute_otherwise_is_not_exported(
+    name: str, block: str, message: str, tmp_path: Path
+) -> None:
+    """Their tensors have the layout's names."""
+    head = build(toy(name), MtpConfig(block=block, init="random"))
+    with pytest.raises(UserError, match=message):
+        export_head(head, toy(name), ExportConfig(), tmp_path / "mimo_mtp", {})
+
+
 FAMILIES = pytest.mark.parametrize("config", [MtpConfig, EagleConfig, Eagle3Config])
 
 

@@ -44,7 +44,6 @@ def test_a_head_begins_as_the_last_layer_applied_once_more(name: str) -> None:
     expected = target.base.norm(again)
     error = (out - expected).norm() / expected.norm()
     other = (states[POST_NORM] - expected).norm() / expected.norm()
-    print(name, float(error), float(other))
     assert error < 0.1 < other
 
 
@@ -66,7 +65,6 @@ def test_a_head_without_norms_begins_near_the_head_that_has_them(name: str, conf
         logits.append(head.logits(target, out, 0).log_softmax(-1))
     kl = (logits[0].exp() * (logits[0] - logits[1])).sum(-1).median()
     spread = ((logits[0].exp() * logits[0]).sum(-1) + torch.log(torch.tensor(61.0))).median()
-    print(name, config, float(kl), float(spread))
     assert kl < 0.1 * spread
 
 
@@ -94,7 +92,6 @@ def test_a_head_trains(name: str) -> None:
             assert parameter.grad is not None, parameter_name
             assert parameter.grad.isfinite().all() and parameter.grad.any(), parameter_name
         optimizer.step()
-    print(name, losses)
     assert losses[-1] < 0.8 * losses[0]
 
 

@@ -139,17 +139,25 @@ def require_same_layer(target: Target, block: nn.Module) -> None:
         *(name for name in HEAD_NORMS if _of_heads(target, theirs, name)),
     }
     odd = [name for name in theirs if name not in mine and name not in without]
-    if adds_one(target.base.norm):
-        odd.append("a norm that does not multiply by its weight")
-    attention = target.base.layers[-1].self_attn
-    if getattr(attention, "sliding_window", None) or getattr(target.config, "sliding_window", None):
-        odd.append("a sliding window")
+    odd += unlike_llama(target)
     if odd and type(block) is not type(target.base.layers[-1]):
         raise UserError(
             "head.init=last_layer needs a target whose last layer a Llama block can hold",
             f"{target.config.model_type} with {', '.join(odd)}",
             "set head.init=random, or head.block=target",
         )
+
+
+def unlike_llama(target: Target) -> list[str]:
+    """What the target's last layer does that its tensors' names don't tell."""
+    odd = []
+    if adds_one(target.base.norm):
+        odd.append("a norm that does not multiply by its weight")
+    attention, config = target.base.layers[-1].self_attn, target.config
+    # Some classes keep the window on the layer, by its type; others read the config's in every layer.
+    if getattr(attention, "sliding_window", getattr(config, "sliding_window", None)):
+        odd.append("a sliding window")
+    return odd
 
 
 def _of_heads(target: Target, tensors: dict[str, Tensor], name: str) -> bool:
