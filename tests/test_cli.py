@@ -1008,6 +1008,36 @@ def test_an_eagle3_run_and_another_one_that_begins_from_its_head(
     assert 0 < moved < 1e-3
 
 
+def test_a_draft_models_run(
+    capsys: pytest.CaptureFixture[str], pipeline: Path, tmp_path: Path
+) -> None:
+    """A folder's model is trained on the features that are there, measured, and trained anew if its weights change."""
+    folder = copied(pipeline, tmp_path)
+    shutil.rmtree(folder / "run" / "export")
+    small = make_target(seed=8, num_hidden_layers=1, hidden_size=24, num_key_value_heads=4)
+    small.model.save_pretrained(folder / "small")
+    make_tokenizer().save_pretrained(folder / "small")
+    options = ("head=draft_model", f"head.path={folder / 'small'}")
+    for wrong, named in (
+        (("head=draft_model",), "head.path must"),
+        ((*options, "train.rollout_steps=3"), "train.rollout_steps must be 1"),
+    ):
+        assert guarded(lambda more=wrong: dispatch("train", overrides(folder, *more))) == 2
+        assert f"error: {named}" in capsys.readouterr().err
+    assert guarded(lambda: dispatch("run", overrides(folder, *options))) == 0
+    assert "no export, its layout can't hold head.family=draft_model" in capsys.readouterr().err
+    evaluation = json.loads((folder / "run" / "evaluate" / "evaluation.json").read_text())
+    assert evaluation["head"]["family"] == "draft_model"
+    assert evaluation["lossless"]["different"] == []
+    ours, theirs = (evaluation["validation"][name] for name in ("engine", "training"))
+    assert ours["alpha/1"] == pytest.approx(theirs["alpha/1"], abs=0.01)
+    assert not again(capsys, folder, *options, stage="train")["train"]
+    make_target(
+        seed=9, num_hidden_layers=1, hidden_size=24, num_key_value_heads=4
+    ).model.save_pretrained(folder / "small")
+    assert again(capsys, folder, *options, stage="train")["train"]
+
+
 def test_a_report_without_speed_and_losslessness(pipeline: Path, tmp_path: Path) -> None:
     folder = copied(pipeline, tmp_path)
     less = [*overrides(folder), "evaluate.speed_prompts=0", "evaluate.lossless_prompts=0"]

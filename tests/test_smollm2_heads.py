@@ -83,13 +83,13 @@ def test_a_truncated_target_is_distilled_and_leaves_the_output_alone(
     module = RolloutModule(head, target, loss=LossConfig({"kl": 1.0}))
     optimizer = torch.optim.AdamW([w for w in head.parameters() if w.requires_grad], lr=3e-4)
     losses = []
-    for _ in range(6):
+    for _ in range(10):
         values = module(pack, 1).values
         values.loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(values.terms["kl"].mean()))
-    assert losses[-1] < 0.6 * losses[0]
+    assert losses[-1] < 0.4 * losses[0]
     done = Engine(target, ChainProposer(target, head, 3), SMALL).generate(REQUESTS)
     assert [c.tokens for c in done] == [c.tokens for c in plain]
     assert sum(step.accepted for c in done for step in c.steps) > 0
