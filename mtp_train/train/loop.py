@@ -1,7 +1,8 @@
 """The training loop: the same windows of packs on any number of ranks, exact resume, curves on disk.
 
-Everything that decides a step is a pure function of its number (order, learning rate), so a checkpoint holds
-parameters, Adam's moments and the step: nothing else. Loss is a mean over the global goals of a window.
+Everything that decides a step is a pure function of how many packs are done (order, learning rate), so a checkpoint
+holds parameters, Adam's moments and that position: nothing else, and no number of ranks. Loss is a mean over the
+global goals of a window.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,9 @@ from mtp_train.models.target import Target
 from mtp_train.store.shards import FeatureStore
 from mtp_train.train.config import TrainConfig
 from mtp_train.train.metrics import ValidationSums
-from mtp_train.train.optim import learning_rate, make_optimizer
-from mtp_train.train.order import Window, epoch_windows
+from mtp_train.train.optim import learning_rate
+from mtp_train.train.order import Order, Position, Window, sequence_costs
+from mtp_train.train.parallel import make_strategy
 from mtp_train.train.state import Progress, load_state, save_state
 from mtp_train.train.step import RolloutModule
 
@@ -71,30 +72,27 @@ class _Trainer:
                 )
         self.target, self.head, self.features, self.held_out = target, head, features, held_out
         self.config, self.accelerator, self.out = config, accelerator, out
-        ranks = accelerator.process_index, accelerator.num_processes
-        self.epoch_windows = [
-            epoch_windows(features.lengths(), features.loss_tokens(), config, epoch, *ranks)
-            for epoch in range(config.epochs)
-        ]
-        self.total = sum(len(windows) for windows in self.epoch_windows)
-        optimizer = make_optimizer(
-            head, config.learning_rate, (config.beta1, config.beta2), config.weight_decay
-        )
         self._require_fit()
         vocabulary = self._vocabulary() if config.loss_vocabulary else None
         # unwrapped: validates without other ranks
         self.own = RolloutModule(head, target, vocabulary, config.losses())
-        self.module, self.optimizer = accelerator.prepare(self.own, optimizer)
-        self.raw_optimizer: torch.optim.Optimizer = getattr(
-            self.optimizer, "optimizer", self.optimizer
-        )
+        counts = features.lengths(), features.loss_tokens()
+        costs = sequence_costs(*counts, target.hidden_size, target.vocab_size)
+        self.order = Order(*counts, config, costs)
+        self.done = 0  # packs
         self.step = 0
         self.curves: list[dict[str, Any]] = []
+        saved = self._resume()  # into the head, before ranks share it
+        self.strategy = make_strategy(self.own, config, accelerator)
+        if saved is not None:
+            self.strategy.load_optimizer(saved)
+        ranks = accelerator.process_index, accelerator.num_processes
+        self.windows = self.order.windows(self.order.position(self.done), *ranks)
+        self.total = self.step + len(self.windows)
 
     def run(self) -> HeadCard:
-        self._resume()
-        validate_at = _marks(self.total, self.config.validations)
-        save_at = _marks(self.total, self.config.checkpoints)
+        validate_at = _marks(self.order.total, self.config.validations)
+        save_at = _marks(self.order.total, self.config.checkpoints)
         if self.total <= self.config.warmup_steps and self.accelerator.is_main_process:
             steps = f"{self.total} steps, {self.config.warmup_steps} of them warm-up"
             say(f"train: only {steps}: this head will hardly have learnt anything")
@@ -103,10 +101,11 @@ class _Trainer:
         with progress(
             self.total, "train", "step", initial=self.step, shown=self.accelerator.is_main_process
         ) as bar:
-            for window in self._remaining():
+            for window in self.windows:
                 started = time.perf_counter()
                 loss, norm, rate = self._optimize(window)
                 self.step += 1
+                self.done = window.end
                 self._log(
                     {
                         "step": self.step,
@@ -118,9 +117,9 @@ class _Trainer:
                 )
                 bar.update()
                 bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-                if self.step in validate_at:
+                if _passes(window, validate_at):
                     self._validate()
-                if self.step in save_at:
+                if _passes(window, save_at):
                     self._checkpoint()
         return self._finish()
 
@@ -147,39 +146,37 @@ class _Trainer:
             say(f"train: the loss sees {len(chosen)} tokens, {share:.2%} of the text")
         return chosen.sort().values.to(self.target.device)
 
-    def _remaining(self) -> Iterator[Window]:
-        windows = [window for epoch in self.epoch_windows for window in epoch]
-        yield from windows[self.step :]
-
     # --- one step ---------------------------------------------------------------------------------------------
 
     def _optimize(self, window: Window) -> tuple[float, float, float]:
         config = self.config
-        rate = learning_rate(self.step, self.total, config.learning_rate, config.warmup_steps)
-        for group in self.raw_optimizer.param_groups:
+        rate = self._learning_rate(window)
+        for group in self.strategy.groups:
             group["lr"] = rate
         total = torch.zeros((), device=self.target.device)
         keys: list[str] = []
-        for indices, weight in window.packs:
+        for number, (indices, weight) in enumerate(window.packs, start=1):
             pack = load_pack(self.features, indices, self.target.device)
             keys += pack.keys
-            with self.accelerator.autocast():
-                result = self.module(pack, config.rollout_steps)
-            loss = weight * result.values.loss / max(window.goals, 1)
-            # DDP averages gradients over ranks; the window's mean is over goals, so undo the average.
-            self.accelerator.backward(loss * self.accelerator.num_processes)
-            total += loss.detach()
-        norm = self.accelerator.clip_grad_norm_(self.module.parameters(), config.clip)
+            scale, last = weight / max(window.goals, 1), number == len(window.packs)
+            loss = self.strategy.accumulate(scale, last, pack, config.rollout_steps)
+            total += scale * loss
+        norm = self.strategy.clip()
         value = float(self.accelerator.reduce(total, "sum"))
-        if not math.isfinite(value) or not math.isfinite(float(norm)):
+        if not math.isfinite(value) or not math.isfinite(norm):
             raise UserError(
                 "the loss must stay finite",
                 f"{value} at step {self.step} on sequences {keys[:8]}",
                 "lower train.learning_rate, or look at these sequences",
             )
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return value, float(norm), rate
+        self.strategy.step()
+        return value, norm, rate
+
+    def _learning_rate(self, window: Window) -> float:
+        """A function of the packs that are done, counted in steps of as many ranks as there are now."""
+        per_step = self.config.accumulation * self.accelerator.num_processes
+        steps = window.begin / per_step, self.order.total / per_step
+        return learning_rate(*steps, self.config.learning_rate, self.config.warmup_steps)
 
     @torch.no_grad()
     def _validate(self) -> None:
@@ -187,15 +184,11 @@ class _Trainer:
         self.own.eval()
         sums = ValidationSums(self.config.rollout_steps, tuple(self.config.losses().enabled()))
         packs = list(ordered_packs(self.held_out.lengths(), max(self.config.rows, 2048)))
-        for indices in packs[self.accelerator.process_index :: self.accelerator.num_processes]:
-            with self.accelerator.autocast():
-                sums.add(
-                    self.own(
-                        load_pack(self.held_out, indices, self.target.device),
-                        self.config.rollout_steps,
-                        measure=True,
-                    )
-                )
+        mine = packs[self.accelerator.process_index :: self.accelerator.num_processes]
+        with self.strategy.whole(), self.accelerator.autocast():
+            for indices in mine:
+                pack = load_pack(self.held_out, indices, self.target.device)
+                sums.add(self.own(pack, self.config.rollout_steps, measure=True))
         self.own.train()
         sums.reduce(lambda sums: self.accelerator.reduce(sums.to(self.target.device), "sum"))
         summary = sums.summary()
@@ -232,36 +225,60 @@ class _Trainer:
         )
 
     def _checkpoint(self) -> None:
-        if self.accelerator.is_main_process:
-            save_state(self.out, self.head, self._card(), self.raw_optimizer, self._progress())
+        optimizer = self.strategy.optimizer_tensors()
+        with self.strategy.whole():
+            if self.accelerator.is_main_process:
+                save_state(self.out, self.head, self._card(), optimizer, self._progress())
 
     def _progress(self) -> Progress:
-        digest = self.features.manifest.contract.data_digest
-        return Progress(self.step, self.total, digest, self.curves)
-
-    def _resume(self) -> None:
-        """Go on from the newest whole checkpoint of this very run; another run's is refused."""
-        self.out.mkdir(parents=True, exist_ok=True)
-        found = load_state(
-            self.out, self.head, asdict(self.config), self.raw_optimizer, self._progress()
+        position = self.order.position(self.done)
+        ranks = self.accelerator.num_processes
+        return Progress(
+            position.epoch, position.packs, self.step, ranks, self._data_digest, self.curves
         )
+
+    @property
+    def _data_digest(self) -> str:
+        return self.features.manifest.contract.data_digest
+
+    def _resume(self) -> dict[str, torch.Tensor] | None:
+        """Go on from the newest whole checkpoint of this very run; another run's is refused.
+
+        Returns the optimiser's state.
+        """
+        self.out.mkdir(parents=True, exist_ok=True)
+        found = load_state(self.out, self.head, asdict(self.config), self._data_digest)
         if found is not None:
-            self.step, self.curves = found.step, found.curves
-            if self.accelerator.is_main_process:
-                say(f"train: resumed at step {self.step} of {self.total}")
+            self._go_on_from(found.progress)
+        self.accelerator.wait_for_everyone()  # all have read before one writes
         if self.accelerator.is_main_process:
             (self.out / CURVES).write_text(
                 "".join(json.dumps(row) + "\n" for row in self.curves), encoding="utf-8"
             )
+        return found.optimizer if found else None
+
+    def _go_on_from(self, progress: Progress) -> None:
+        self.step, self.curves = progress.step, progress.curves
+        self.done = self.order.done(Position(progress.epoch, progress.packs))
+        if self.accelerator.is_main_process:
+            ranks = self.accelerator.num_processes
+            change = "" if ranks == progress.ranks else f", on {ranks} ranks after {progress.ranks}"
+            where = f"epoch {progress.epoch + 1}, {progress.packs} of its packs done"
+            say(f"train: resumed after step {self.step} ({where}){change}")
 
     def _finish(self) -> HeadCard:
         card = self._card()
-        if self.accelerator.is_main_process:
-            save_checkpoint(self.out / "head", self.head, card)
+        with self.strategy.whole():
+            if self.accelerator.is_main_process:
+                save_checkpoint(self.out / "head", self.head, card)
         self.accelerator.wait_for_everyone()
         return card
 
 
-def _marks(total: int, times: int) -> set[int]:
-    """`times` steps spread evenly over the run, the last one included."""
-    return {max(1, round(total * (index + 1) / times)) for index in range(times)}
+def _marks(total: int, times: int) -> list[int]:
+    """`times` counts of packs spread evenly over the run, the last one included."""
+    return [max(1, round(total * (index + 1) / times)) for index in range(times)]
+
+
+def _passes(window: Window, marks: list[int]) -> bool:
+    return any(window.begin < mark <= window.end for mark in marks)
