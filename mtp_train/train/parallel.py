@@ -12,7 +12,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -150,11 +150,20 @@ class Shards(Strategy):
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        self.module.unshard()
+        # not `unshard`: state_dict() would put the shards back
+        shards = [
+            (module, name, parameter)
+            for module in self.head.modules()
+            for name, parameter in module.named_parameters(recurse=False)
+        ]
+        for module, name, shard in shards:
+            full = cast(DTensor, shard.detach()).full_tensor()
+            setattr(module, name, nn.Parameter(full, requires_grad=shard.requires_grad))
         try:
             yield
         finally:
-            self.module.reshard()
+            for module, name, shard in shards:
+                setattr(module, name, shard)
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         return optimizer_tensors(self.optimizer, self.head)
@@ -169,16 +178,16 @@ class Zero(Strategy):
     def __init__(
         self, stage: int, rollout: RolloutModule, config: TrainConfig, accelerator: Accelerator
     ):
-        deepspeed = _deepspeed(accelerator)
+        self.deepspeed = _deepspeed(accelerator)
         self.accelerator, self.head, self.stage = accelerator, rollout.head, stage
         module = LossModule(rollout, accelerator)
         if (
             stage == 3
         ):  # one unit, as in `Shards`: heads read their own lm_head outside of its forward
-            deepspeed.utils.set_z3_leaf_modules(module, [RolloutModule])
+            self.deepspeed.utils.set_z3_leaf_modules(module, [LossModule])
         self.base = _optimizer(rollout, config)
         size = sum(parameter.numel() for parameter in rollout.parameters())
-        self.engine, *_ = deepspeed.initialize(
+        self.engine, *_ = self.deepspeed.initialize(
             model=module,
             optimizer=self.base,
             config={
@@ -207,16 +216,14 @@ class Zero(Strategy):
         """`clip` has done it."""
 
     def whole(self) -> AbstractContextManager[Any]:
-        from deepspeed.zero import GatheredParameters
-
-        gathered: AbstractContextManager[Any] = GatheredParameters(
+        gathered: AbstractContextManager[Any] = self.deepspeed.zero.GatheredParameters(
             list(self.head.parameters()), enabled=self.stage == 3
         )
         return gathered
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        from deepspeed.utils import safe_get_full_optimizer_state as get_state
-
+        get_state = self.deepspeed.utils.safe_get_full_optimizer_state
+        self._link()
         step = self.base.state[self._partitions()[0]]["step"]
         tensors = {}
         for name, parameter in self.head.named_parameters():
@@ -226,18 +233,23 @@ class Zero(Strategy):
         return tensors
 
     def load_optimizer(self, tensors: dict[str, Tensor]) -> None:
-        from deepspeed.utils import lazy_init_hp_params_optimizer_state as link
-        from deepspeed.utils import safe_set_full_optimizer_state as set_state
-
+        set_state = self.deepspeed.utils.safe_set_full_optimizer_state
         step = next(value for name, value in tensors.items() if name.endswith(".step"))
-        for index, flat in enumerate(self._partitions()):
+        for flat in self._partitions():
             state = {key: torch.zeros_like(flat) for key in MOMENTS}
             self.base.state[flat] = {"step": step.clone(), **state}
-            if self.stage < 3:
-                link(self.engine.optimizer.bit16_groups[index], flat, self.base.state)
+        self._link()
         for name, parameter in self.head.named_parameters():
             for key in MOMENTS:
                 set_state(parameter, tensors[f"{name}.{key}"].to(self.accelerator.device), key)
+
+    def _link(self) -> None:
+        """Let parameters know their moments. Stages 1 and 2 do it once, after the first group's first step alone."""
+        if self.stage < 3:
+            link = self.deepspeed.utils.lazy_init_hp_params_optimizer_state
+            groups = self.engine.optimizer.bit16_groups
+            for group, flat in zip(groups, self._partitions(), strict=True):
+                link(group, flat, self.base.state)
 
     def _partitions(self) -> list[Tensor]:
         """This rank's share of the parameters, one flat float32 tensor per group."""
@@ -271,5 +283,7 @@ def _deepspeed(accelerator: Accelerator) -> Any:
         rule = "train.parallel=zero1, zero2 and zero3 need DeepSpeed"
         raise UserError(rule, error, "pip install 'mtp_train[deepspeed]', or use fsdp2") from error
     deepspeed.utils.logger.setLevel("WARNING")
+    if accelerator.device.type == "cpu":  # gloo is enough: no compiler is started for a shared-memory all-reduce
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(torch.distributed.get_backend())
     return deepspeed
