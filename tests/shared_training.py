@@ -34,7 +34,7 @@ TRAINING = TrainConfig(
     rollout_steps=2,
     learning_rate=1e-3,
     warmup_steps=3,
-    clip=0.5,
+    clip=0.1,
     validations=2,
     checkpoints=100,
 )

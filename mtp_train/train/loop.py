@@ -74,7 +74,6 @@ class _Trainer:
         self.config, self.accelerator, self.out = config, accelerator, out
         self._require_fit()
         vocabulary = self._vocabulary() if config.loss_vocabulary else None
-        # unwrapped: validates without other ranks
         self.own = RolloutModule(head, target, vocabulary, config.losses())
         counts = features.lengths(), features.loss_tokens()
         costs = sequence_costs(*counts, target.hidden_size, target.vocab_size)
@@ -84,6 +83,9 @@ class _Trainer:
         self.curves: list[dict[str, Any]] = []
         saved = self._resume()  # into the head, before ranks share it
         self.strategy = make_strategy(self.own, config, accelerator)
+        self.served = self.strategy.readable  # what is measured and kept, inside `strategy.whole()`
+        # unwrapped: validates without other ranks
+        self.measured = RolloutModule(self.served, target, None, config.losses())
         if saved is not None:
             self.strategy.load_optimizer(saved)
         ranks = accelerator.process_index, accelerator.num_processes
@@ -181,15 +183,15 @@ class _Trainer:
     @torch.no_grad()
     def _validate(self) -> None:
         """Measure the held-out features; every rank its share of packs."""
-        self.own.eval()
+        self.measured.eval()
         sums = ValidationSums(self.config.rollout_steps, tuple(self.config.losses().enabled()))
         packs = list(ordered_packs(self.held_out.lengths(), max(self.config.rows, 2048)))
         mine = packs[self.accelerator.process_index :: self.accelerator.num_processes]
         with self.strategy.whole(), self.accelerator.autocast():
             for indices in mine:
                 pack = load_pack(self.held_out, indices, self.target.device)
-                sums.add(self.own(pack, self.config.rollout_steps, measure=True))
-        self.own.train()
+                sums.add(self.measured(pack, self.config.rollout_steps, measure=True))
+        self.measured.train()
         sums.reduce(lambda sums: self.accelerator.reduce(sums.to(self.target.device), "sum"))
         summary = sums.summary()
         self._log({"step": self.step, "validation": summary})
@@ -228,7 +230,7 @@ class _Trainer:
         optimizer = self.strategy.optimizer_tensors()
         with self.strategy.whole():
             if self.accelerator.is_main_process:
-                save_state(self.out, self.head, self._card(), optimizer, self._progress())
+                save_state(self.out, self.served, self._card(), optimizer, self._progress())
 
     def _progress(self) -> Progress:
         position = self.order.position(self.done)
@@ -270,7 +272,7 @@ class _Trainer:
         card = self._card()
         with self.strategy.whole():
             if self.accelerator.is_main_process:
-                save_checkpoint(self.out / "head", self.head, card)
+                save_checkpoint(self.out / "head", self.served, card)
         self.accelerator.wait_for_everyone()
         return card
 

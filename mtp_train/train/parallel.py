@@ -12,6 +12,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from mtp_train.core.errors import UserError
+from mtp_train.heads.base import DraftHead
 from mtp_train.train.config import TrainConfig
 from mtp_train.train.optim import load_optimizer, make_optimizer, optimizer_tensors
 from mtp_train.train.step import RolloutModule
@@ -49,9 +51,12 @@ class Strategy(ABC):
 
     Attributes:
         groups: the optimiser's parameter groups, for the learning rate.
+        readable: a head to measure and to save, whole inside `whole()`. It is the head itself where no rank holds a
+            mere share of it.
     """
 
     groups: list[dict[str, Any]]
+    readable: DraftHead
 
     @abstractmethod
     def accumulate(self, scale: float, last: bool, *args: Any, **kwargs: Any) -> Tensor:
@@ -75,7 +80,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def whole(self) -> AbstractContextManager[Any]:
-        """Inside, the head's parameters are whole on every rank, to be read only: a rank may use the head alone."""
+        """Inside, `readable` has its parameters on every rank: a rank may use it alone, for reading only."""
 
     @abstractmethod
     def optimizer_tensors(self) -> dict[str, Tensor]:
@@ -90,7 +95,7 @@ class Replicas(Strategy):
     """Every rank holds the head and its optimiser: DDP by accelerate, or one rank alone."""
 
     def __init__(self, rollout: RolloutModule, config: TrainConfig, accelerator: Accelerator):
-        self.accelerator, self.config, self.head = accelerator, config, rollout.head
+        self.accelerator, self.config, self.readable = accelerator, config, rollout.head
         self.module, self.optimizer = accelerator.prepare(rollout, _optimizer(rollout, config))
         self.raw: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         self.groups = self.raw.param_groups
@@ -114,10 +119,10 @@ class Replicas(Strategy):
         return nullcontext()
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        return optimizer_tensors(self.raw, self.head)
+        return optimizer_tensors(self.raw, self.readable)
 
     def load_optimizer(self, tensors: dict[str, Tensor]) -> None:
-        load_optimizer(self.raw, self.head, tensors)
+        load_optimizer(self.raw, self.readable, tensors)
 
 
 class Shards(Strategy):
@@ -129,6 +134,7 @@ class Shards(Strategy):
 
     def __init__(self, rollout: RolloutModule, config: TrainConfig, accelerator: Accelerator):
         self.accelerator, self.config, self.head = accelerator, config, rollout.head
+        self.readable = _hollow(self.head)
         mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
         module = LossModule(rollout, accelerator)
         self.module: FSDPModule = fully_shard(module, mesh=mesh, reshard_after_forward=True)
@@ -150,20 +156,10 @@ class Shards(Strategy):
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        # not `unshard`: state_dict() would put the shards back
-        shards = [
-            (module, name, parameter)
-            for module in self.head.modules()
-            for name, parameter in module.named_parameters(recurse=False)
-        ]
-        for module, name, shard in shards:
-            full = cast(DTensor, shard.detach()).full_tensor()
-            setattr(module, name, nn.Parameter(full, requires_grad=shard.requires_grad))
-        try:
+        # a copy, not `unshard`: state_dict() would put the shards back
+        fulls = [cast(DTensor, shard.detach()).full_tensor() for shard in self.head.parameters()]
+        with _filled(self.readable, fulls):
             yield
-        finally:
-            for module, name, shard in shards:
-                setattr(module, name, shard)
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         return optimizer_tensors(self.optimizer, self.head)
@@ -180,11 +176,9 @@ class Zero(Strategy):
     ):
         self.deepspeed = _deepspeed(accelerator)
         self.accelerator, self.head, self.stage = accelerator, rollout.head, stage
+        # from stage 3 on, every forward of the head's own modules is for all ranks at once
+        self.readable = _hollow(self.head) if stage == 3 else self.head
         module = LossModule(rollout, accelerator)
-        if (
-            stage == 3
-        ):  # one unit, as in `Shards`: heads read their own lm_head outside of its forward
-            self.deepspeed.utils.set_z3_leaf_modules(module, [LossModule])
         self.base = _optimizer(rollout, config)
         size = sum(parameter.numel() for parameter in rollout.parameters())
         self.engine, *_ = self.deepspeed.initialize(
@@ -215,11 +209,16 @@ class Zero(Strategy):
     def step(self) -> None:
         """`clip` has done it."""
 
-    def whole(self) -> AbstractContextManager[Any]:
-        gathered: AbstractContextManager[Any] = self.deepspeed.zero.GatheredParameters(
-            list(self.head.parameters()), enabled=self.stage == 3
-        )
-        return gathered
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        if self.stage < 3:
+            yield
+            return
+        parameters = list(self.head.parameters())
+        with self.deepspeed.zero.GatheredParameters(parameters):
+            fulls = [parameter.data for parameter in parameters]
+            with _filled(self.readable, fulls):
+                yield
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         get_state = self.deepspeed.utils.safe_get_full_optimizer_state
@@ -269,6 +268,25 @@ def make_strategy(
     return Zero(int(config.parallel.removeprefix("zero")), rollout, config, accelerator)
 
 
+def _hollow(head: DraftHead) -> DraftHead:
+    """A copy that holds no parameters' memory until it is filled."""
+    copy = deepcopy(head)
+    for parameter in copy.parameters():
+        parameter.data = parameter.data.new_empty(0)
+    return copy
+
+
+@contextmanager
+def _filled(head: DraftHead, fulls: list[Tensor]) -> Iterator[None]:
+    for parameter, full in zip(head.parameters(), fulls, strict=True):
+        parameter.data = full
+    try:
+        yield
+    finally:
+        for parameter in head.parameters():
+            parameter.data = parameter.data.new_empty(0)
+
+
 def _optimizer(rollout: RolloutModule, config: TrainConfig) -> torch.optim.AdamW:
     betas = (config.beta1, config.beta2)
     return make_optimizer(rollout.head, config.learning_rate, betas, config.weight_decay)
@@ -283,7 +301,9 @@ def _deepspeed(accelerator: Accelerator) -> Any:
         rule = "train.parallel=zero1, zero2 and zero3 need DeepSpeed"
         raise UserError(rule, error, "pip install 'mtp_train[deepspeed]', or use fsdp2") from error
     deepspeed.utils.logger.setLevel("WARNING")
-    if accelerator.device.type == "cpu":  # gloo is enough: no compiler is started for a shared-memory all-reduce
+    if (
+        accelerator.device.type == "cpu"
+    ):  # gloo is enough: no compiler is started for a shared-memory all-reduce
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(torch.distributed.get_backend())
     return deepspeed
