@@ -14,7 +14,7 @@ import children
 import pytest
 import torch
 import two_ranks as ranks_script
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_train import BARE, CPU, curve, fit
@@ -43,7 +43,7 @@ from mtp_train.heads.mtp import MtpConfig, build
 from mtp_train.models.target import Target
 from mtp_train.store.shards import FeatureStore
 from mtp_train.train import step as stepping
-from mtp_train.train.average import make_average, require_whole_parameters, warm_average
+from mtp_train.train.average import make_average, warm_average
 from mtp_train.train.config import TrainConfig
 from mtp_train.train.guard import PackReport, alarm, exploded
 from mtp_train.train.loop import train
@@ -450,13 +450,6 @@ def test_the_average_is_what_is_measured_and_kept_and_training_does_not_see_it(
     assert online_rows(tmp_path / "average")[-1]["online"] == counted
     last = [curve(tmp_path / name, "validation")[-1] for name in ("plain", "average")]
     assert last[0] != last[1]
-
-
-def test_an_average_of_sharded_parameters_is_refused() -> None:
-    require_whole_parameters(DistributedType.NO)
-    require_whole_parameters(DistributedType.MULTI_GPU)
-    with pytest.raises(UserError, match="whole parameters on every rank"):
-        require_whole_parameters(DistributedType.FSDP)
 
 
 # --- alarms ---------------------------------------------------------------------------------------------------
