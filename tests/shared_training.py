@@ -2,8 +2,8 @@
 
 torchrun --nproc-per-node N shared_training.py FEATURES FOLDER TASK...
 
-A task is NAME:STRATEGY or NAME:STRATEGY:STOP: train into FOLDER/NAME, going on from what is there, and stop before
-step STOP + 1. Each rank leaves NAME-RANK.json for every task that it came through.
+A task is NAME:STRATEGY, NAME:STRATEGY:STOP or NAME:STRATEGY:STOP:medusa: train into FOLDER/NAME, going on from what is
+there, and stop in the step after STOP (0: never). Each rank leaves a record of every task that it came through.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
+from head_variants import make_variant
 from torch import distributed
 from toys import make_target
 
-from mtp_train.heads.mtp import MtpConfig, build
 from mtp_train.store.shards import FeatureStore
 from mtp_train.train.config import TrainConfig
 from mtp_train.train.loop import _Trainer
@@ -50,24 +50,34 @@ def main(features: Path, folder: Path, tasks: list[str]) -> None:
     timeout = InitProcessGroupKwargs(timeout=timedelta(seconds=60))
     accelerator = Accelerator(cpu=True, kwargs_handlers=[timeout])
     for task in tasks:
-        name, strategy, stop = (task + ":0").split(":")[:3]
-        record = run(accelerator, FeatureStore(features), folder / name, strategy, int(stop))
-        rank = distributed.get_rank()
-        (folder / f"{name}-{strategy}-{rank}.json").write_text(json.dumps(record))
+        name, *rest = task.split(":")
+        record = run(accelerator, FeatureStore(features), folder / name, *rest)
+        (folder / f"{task}-{distributed.get_rank()}.json").write_text(json.dumps(record))
         accelerator.free_memory()
 
 
 def run(
-    accelerator: Accelerator, store: FeatureStore, out: Path, strategy: str, stop: int = 0
+    accelerator: Accelerator,
+    store: FeatureStore,
+    out: Path,
+    strategy: str,
+    stop: str = "0",
+    family: str = "mtp",
+    **changes: Any,
 ) -> dict[str, Any]:
     """Train, or go on; returns what this rank saw."""
     target = make_target()
-    config = replace(TRAINING, parallel=strategy)
-    trainer = _Trainer(target, build(target, MtpConfig()), store, store, config, accelerator, out)
+    config = replace(TRAINING, parallel=strategy, **changes)
+    if (
+        family == "medusa"
+    ):  # has lm_heads of its own, which are read outside of any module's forward
+        config = replace(config, rollout_steps=3, loss={"kl": 1.0})
+    head = make_variant(target, family)
+    trainer = _Trainer(target, head, store, store, config, accelerator, out)
     keys: list[str] = []
     trainer.strategy.accumulate = recording(trainer.strategy.accumulate, keys)  # type: ignore[method-assign]
-    if stop:
-        trainer.strategy.step = stopping(trainer, stop)  # type: ignore[method-assign]
+    if int(stop):
+        trainer.strategy.step = stopping(trainer, int(stop))  # type: ignore[method-assign]
     with contextlib.suppress(Stopped):
         trainer.run()
     world = distributed.get_world_size() if distributed.is_initialized() else 1
@@ -78,6 +88,7 @@ def run(
         "keys": keys,
         "strategy": type(trainer.strategy).__name__,
         "names": names,
+        "optimized": sum(len(group["params"]) for group in trainer.strategy.groups),
         "held": held,
     }
 

@@ -49,7 +49,7 @@ from mtp_train.train.guard import PackReport, alarm, exploded
 from mtp_train.train.loop import train
 from mtp_train.train.noise import noisy_states
 from mtp_train.train.online import OnlineConfig, figures, held_out_requests, measure, step_counts
-from mtp_train.train.order import epoch_windows
+from mtp_train.train.order import Order, Position
 from mtp_train.train.state import AVERAGE, OPTIMIZER
 from mtp_train.train.step import RolloutModule
 
@@ -354,8 +354,8 @@ def test_each_sequence_of_a_step_has_the_same_noise_on_any_number_of_ranks(
 ) -> None:
     def steps(world: int, accumulation: int) -> list[dict[str, torch.Tensor]]:
         config = replace(BARE, rows=30, accumulation=accumulation)
-        lengths, trained = features.lengths(), features.loss_tokens()
-        ranks = [epoch_windows(lengths, trained, config, 0, rank, world) for rank in range(world)]
+        order = Order(features.lengths(), features.loss_tokens(), config)
+        ranks = [order.windows(Position(0), rank, world) for rank in range(world)]
         return [
             {
                 key: value

@@ -190,11 +190,15 @@ class Zero(Strategy):
                 "zero_optimization": {
                     "stage": stage,
                     "overlap_comm": False,
+                    "stage3_param_persistence_threshold": 0,
                     "reduce_bucket_size": min(size, BUCKET),
                 },
             },
         )
         self.groups = self.base.param_groups
+        own = rollout.head.own_output()
+        if stage == 3 and own is not None:  # read outside of its module's forward
+            self.deepspeed.zero.register_external_parameter(module, own)
 
     def accumulate(self, scale: float, last: bool, *args: Any, **kwargs: Any) -> Tensor:
         self.engine.set_gradient_accumulation_boundary(last)
