@@ -30,6 +30,7 @@ from toys import make_target
 from mtp_train.store.shards import FeatureStore
 from mtp_train.train.config import TrainConfig
 from mtp_train.train.loop import _Trainer
+from mtp_train.train.online import OnlineConfig
 
 # Adam's first steps have the size of the learning rate whatever the gradient: rounding alone would show. So a few
 # warm-up steps, momentum and a clip that bites.
@@ -42,6 +43,8 @@ TRAINING = TrainConfig(
     clip=0.1,
     validations=2,
     checkpoints=100,
+    ema=0.9,
+    online_eval=OnlineConfig(every=5, prompts=3, drafts=2, max_new_tokens=6),
 )
 
 

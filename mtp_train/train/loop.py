@@ -70,7 +70,7 @@ class _Trainer:
         config: TrainConfig,
         accelerator: Accelerator,
         out: Path,
-        stop: frozenset[int],
+        stop: frozenset[int] = frozenset(),
     ) -> None:
         for store in (features, held_out):
             contract = store.manifest.contract
