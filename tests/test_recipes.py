@@ -85,7 +85,7 @@ def test_every_recipe_brings_all_its_parts() -> None:
     assert set(sized()) == set(PARAMETERS)
     for name in sized():
         files = {path.name for path in (RECIPES / name).iterdir()}
-        assert files == {"README.md", "config.yaml", "run.sh", "target"}
+        assert files - {"draft"} == {"README.md", "config.yaml", "run.sh", "target"}
         script = (RECIPES / name / "run.sh").read_text()
         assert script.count(f"recipe={name} ") == script.count("recipe=") >= 3
         checked = subprocess.run(["bash", "-n", str(RECIPES / name / "run.sh")], check=False)
@@ -131,7 +131,7 @@ def test_a_recipe_runs_small(name: str, tmp_path: Path, monkeypatch: pytest.Monk
         loaded.clear()
         dispatch(stage, lines)
         if stage in ("train", "export"):
-            assert loaded == [True], "the target's ends are enough"
+            assert loaded[0], "the target's ends are enough"
     evaluation = json.loads((tmp_path / "run" / "evaluate" / "evaluation.json").read_text())
     assert evaluation["head"]["step"] > 0
     assert evaluation["lossless"]["different"] == []
@@ -159,7 +159,8 @@ def draft(name: str, folder: Path) -> list[str]:
     """A tiny model in the place of the small one that a recipe trains as a draft."""
     if load_config([f"recipe={name}"])["head"]["family"] != "draft_model":
         return []
-    return [f"head.path={save_tiny(dimensions(name), folder / 'draft')}"]
+    values = json.loads((RECIPES / name / "draft" / "config.json").read_text())
+    return [f"head.path={save_tiny(values, folder / 'draft')}"]
 
 
 def write_prompts(folder: Path) -> list[str]:

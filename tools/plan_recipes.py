@@ -35,7 +35,9 @@ def main() -> int:
 
 def plan_table(name: str) -> str:
     """What the plan of a recipe says, in Markdown; nothing in it is measured."""
-    job = Job([f"recipe={name}", f"target.path={RECIPES / name / 'target'}"])
+    folder = RECIPES / name
+    draft = [f"head.path={folder / 'draft'}"] if (folder / "draft").is_dir() else []
+    job = Job([f"recipe={name}", f"target.path={folder / 'target'}", *draft])
     plan: PlanConfig = job.section("plan", PlanConfig)
     outlook = Outlook(job, plan, [Workload("train", 0, plan.tokens)], plan.ranks)
     rows = [
@@ -49,7 +51,7 @@ def plan_table(name: str) -> str:
     for stage, hours in outlook.assumed_hours().items():
         how = (
             f"if each of {plan.ranks} ranks does {plan.tflops:g} TFLOP/s, an assumption; matrix products of the "
-            "weights alone, without attention's own, validation and the disk"
+            "weights alone (of all experts), without attention's own, validation and the disk"
         )
         lines.append(f"| time, {stage} | {duration(hours)} | {how} |")
     head = f"| {plan.tokens:,} tokens, {plan.ranks} ranks | computed, not measured | of which |"

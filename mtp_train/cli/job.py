@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from dataclasses import dataclass, field, fields
@@ -164,6 +165,7 @@ class Job:
             require_servable(self.folder.root)
         transformers_logging.disable_progress_bar()
         transformers_logging.set_verbosity_error()
+        logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # tells of ends only
         if self.run.threads:
             torch.set_num_threads(self.run.threads)
 

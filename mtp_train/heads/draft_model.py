@@ -24,6 +24,7 @@ from mtp_train.attention.interface import AttentionContext
 from mtp_train.core.errors import UserError
 from mtp_train.heads.base import DraftHead
 from mtp_train.heads.block import Rotary
+from mtp_train.models.sizes import folder_config
 from mtp_train.models.target import Target, config_of, config_values, require_same_tokens
 
 
@@ -119,6 +120,13 @@ class DraftModelHead(DraftHead):
         module = self.lm_head or self.base.get_input_embeddings()
         weight: Tensor = module.weight
         return weight
+
+
+def settle(config: DraftModelConfig) -> DraftModelConfig:
+    """The configuration with the model's own, which is read from its folder."""
+    if not config.path:
+        return config
+    return replace(config, model=config_values(folder_config(config.path)))
 
 
 def build(target: Target, config: DraftModelConfig, seed: int = 0) -> DraftModelHead:

@@ -90,5 +90,7 @@ def outline_head(target: Target, config: Any) -> DraftHead:
     """A head without storage, for a target without: shapes alone. A draft vocabulary is as large as it may be."""
     if isinstance(config, eagle3.Eagle3Config):
         config = eagle3.settle(config, target, min(config.draft_vocabulary, target.vocab_size))
+    if isinstance(config, draft_model.DraftModelConfig):
+        config = draft_model.settle(config)
     with torch.device("meta"):
         return family_of(config.family).head(target, config)

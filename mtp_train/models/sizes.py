@@ -33,15 +33,20 @@ def outline(path: str | Path, dtype: str, *, trust_remote_code: bool = False) ->
     return Target(model.to(require_dtype(dtype)))
 
 
-def _model(path: str | Path, trust_remote_code: bool) -> tuple[Any, Any]:
+def folder_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """The config in a model folder, whose weights need not be there."""
     folder = Path(path)
     if not (folder / "config.json").is_file():
         raise UserError(
-            "target.path must be a model folder with config.json",
+            "a model folder must hold config.json",
             folder,
             "download it there, the weights can wait",
         )
-    config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+
+
+def _model(path: str | Path, trust_remote_code: bool) -> tuple[Any, Any]:
+    config: Any = folder_config(path, trust_remote_code=trust_remote_code)
     config._attn_implementation = interface.register()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,8 +54,9 @@ def train_bytes(
     width, rows = target.dtype.itemsize, config.rows
     states = len(dict.fromkeys((target.state, *head.states)))
     constant, per_row = kept_for_backward(head, target, config.rollout_steps, autocast)
+    loaded, all_of_it = (resident_bytes(target.model, whole=some) for some in (whole, True))
     parts = {
-        "target, whole" if whole else "target's ends": resident_bytes(target.model, whole=whole),
+        "target, whole" if loaded == all_of_it else "target's ends": loaded,
         "head, float32": held,
         "gradients": trained,
         "gradients, exchanged": trained * (ranks > 1),
@@ -73,29 +76,39 @@ def train_flops(target: Target, head: DraftHead, config: TrainConfig) -> int:
     Attention's own products, which grow with the sequence, are left out.
     """
     own = head.own_output()
-    matrices = sum(p.numel() for p in head.parameters() if p.requires_grad and p.ndim > 1)
+    looked_up = [module.weight for module in head.modules() if isinstance(module, nn.Embedding)]
+    outside = {id(weight) for weight in looked_up}
+    if own is not None:
+        outside.add(id(own if own._base is None else own._base))
+    inside = [p for p in head.parameters() if p.ndim > 1 and id(p) not in outside]
     parts = head.steps or head.depths  # that serve a step each
-    block = (matrices - (0 if own is None else own.numel())) // parts
-    projection = 2 * target.hidden_size * _loss_vocabulary(target, head, config)
+    block = sum(p.numel() for p in inside) // parts
+    vocabulary = _loss_vocabulary(target, head, config)
     backward = 1 if own is None else 2  # by the states, and by a matrix that is trained
-    per_step = 6 * block + projection * (1 + backward)
-    return projection + config.rollout_steps * per_step
+    per_step = 6 * block + 2 * _read_width(target, head) * vocabulary * (1 + backward)
+    return 2 * target.hidden_size * vocabulary + config.rollout_steps * per_step
 
 
 def _loss_bytes(target: Target, head: DraftHead, config: TrainConfig) -> int:
     """A chunk's logits, the states that are compared with their gradients, and copies of output matrices."""
-    wide, width = target.hidden_size, target.dtype.itemsize
+    wide, width = _read_width(target, head), target.dtype.itemsize
     vocabulary = _loss_vocabulary(target, head, config)
     part = vocabulary if vocabulary < target.vocab_size else 0
     logits = min(CHUNK, config.rows) * vocabulary * (LOGITS * FLOAT + width)
     states = 2 * config.rollout_steps * config.rows * wide * FLOAT
-    rows_of_lm_head = part * wide * width
+    rows_of_lm_head = part * target.hidden_size * width
     own = head.own_output()
     if own is None:
         return logits + states + rows_of_lm_head
     # cast for the matmuls, its summed gradient, and one chunk's
     matrices = own.numel() * (width + FLOAT) + own.shape[-2] * own.shape[-1] * width
     return logits + states + rows_of_lm_head + matrices
+
+
+def _read_width(target: Target, head: DraftHead) -> int:
+    """Width of what the head's lm_head reads."""
+    own = head.own_output()
+    return target.hidden_size if own is None else own.shape[-1]
 
 
 def _loss_vocabulary(target: Target, head: DraftHead, config: TrainConfig) -> int:
@@ -141,19 +154,33 @@ def _roll_out(head: DraftHead, target: Target, rows: int, steps: int) -> list[Te
     wide, dtype = target.hidden_size, target.dtype
     state_TD = head.fuse({name: torch.empty(rows, wide, dtype=dtype) for name in head.states})
     position_T, context = torch.arange(rows), RolloutContext([0, rows])
+    embedding: Any = _Embedding(wide, dtype)
     outs = []
     for step in range(steps):
-        embedding_TD = torch.empty(rows, wide, dtype=dtype)
+        embedding_TD = head.embed(embedding, torch.zeros(rows, dtype=torch.int64))
         state_TD = head.at(step)(embedding_TD, state_TD, position_T + step, context)
         outs.append(head.readout(state_TD, step))
     return outs
+
+
+@dataclass(frozen=True)
+class _Embedding:
+    """Stands in for a target, of which a rollout takes embeddings alone."""
+
+    width: int
+    dtype: torch.dtype
+
+    def embed(self, token_T: Tensor) -> Tensor:
+        return torch.empty(len(token_T), self.width, dtype=self.dtype)
 
 
 def _make_fake(head: DraftHead) -> None:
     """Put fake CPU tensors in the place of a head's, which autocast takes for real ones."""
     for module in head.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            made = torch.empty(parameter.shape, dtype=parameter.dtype)
+            # A grouped product's shape rule knows bfloat16 alone, so experts keep half of what they do.
+            dtype = torch.bfloat16 if parameter.ndim == 3 else parameter.dtype
+            made = torch.empty(parameter.shape, dtype=dtype)
             setattr(module, name, nn.Parameter(made, parameter.requires_grad))
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
