@@ -5,17 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from toys import toy_config
 
 from mtp_train.heads.base import DraftHead
+from mtp_train.heads.draft_model import DraftModelConfig
 from mtp_train.heads.eagle import EagleConfig
 from mtp_train.heads.eagle3 import Eagle3Config
 from mtp_train.heads.families import build_head
 from mtp_train.heads.medusa import MedusaConfig
 from mtp_train.heads.mtp import MtpConfig
-from mtp_train.models.target import Target
+from mtp_train.models.target import Target, config_values
 
 NORMS = ("enorm", "hnorm", "input_norm", "final_norm")
 ONE_NORM_OUT: dict[str, Any] = {f"mtp-{norm}": MtpConfig(**{norm: False}) for norm in NORMS}
+# Another width, depth, and other key/value heads than the toy target's.
+SMALL_MODEL = config_values(
+    toy_config(
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=3,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        tie_word_embeddings=False,
+    )
+)
 VARIANTS: dict[str, Any] = {
     "mtp": MtpConfig(),
     **ONE_NORM_OUT,
@@ -30,6 +43,11 @@ VARIANTS: dict[str, Any] = {
     "eagle3-llama": Eagle3Config(draft_vocabulary=40, block="llama"),
     "medusa": MedusaConfig(),
     "medusa-frozen": MedusaConfig(layers=2, own_lm_heads=False),
+    "draft_model": DraftModelConfig(model=SMALL_MODEL),
+    "draft_model-tied": DraftModelConfig(
+        model=SMALL_MODEL | {"tie_word_embeddings": True, "vocab_size": 70}
+    ),
+    "draft_model-fewer": DraftModelConfig(model=SMALL_MODEL | {"vocab_size": 50}),
 }
 
 

@@ -10,7 +10,14 @@ from torch import Tensor
 from toys import VOCABULARY, index_states
 
 from mtp_train.attention.packed import RolloutContext
-from mtp_train.batches.align import Rollout, answer_rows, next_tokens, rollout, verified_tokens
+from mtp_train.batches.align import (
+    Rollout,
+    answer_rows,
+    draft_rows,
+    next_tokens,
+    rollout,
+    verified_tokens,
+)
 from mtp_train.batches.pack import Pack
 from mtp_train.heads.mtp import MtpConfig, build
 from mtp_train.models.target import Target
@@ -46,12 +53,15 @@ class ScriptedHead:
     def at(self, step: int) -> ScriptedHead:
         return self
 
+    def embed(self, target: Target, token: Tensor) -> Tensor:
+        return target.embed(token)
+
 
 def trained(
-    tokens: list[int], mask: list[int], offsets: list[int], steps: int
+    tokens: list[int], mask: list[int], offsets: list[int], steps: int, ahead: int = 1
 ) -> list[list[tuple[int, int, int]]]:
     """Per step, the (input token, input state, label) triples that training uses; states are row numbers."""
-    aligned = rollout(torch.tensor(tokens), torch.tensor(mask), offsets, steps)
+    aligned = rollout(torch.tensor(tokens), torch.tensor(mask), offsets, steps, ahead)
     head = ScriptedHead()
     target: Target = ScriptedTarget()  # type: ignore[assignment]
     states = index_states(len(tokens), WIDTH)
@@ -76,6 +86,31 @@ def test_three_prompt_and_three_answer_tokens() -> None:
         [(12, 0 + OWN, 13), (13, 1 + OWN, 14), (14, 2 + OWN, 15)],
         [(13, 0 + 2 * OWN, 14), (14, 1 + 2 * OWN, 15)],  # no chain is long enough for 13
     ]
+
+
+def test_a_model_without_a_state_reads_each_token_at_its_own_position() -> None:
+    """Row p holds token x[p]; its label is x[p+1], and x[0] is read though nothing is trained there."""
+    tokens, mask, offsets = [20, 21, 10, 11, 12], [0, 1, 0, 1, 1], [0, 2, 5]
+    triples = trained(tokens, mask, offsets, steps=2, ahead=0)
+    assert triples == [
+        [(20, 0, 21), (10, 2, 11), (11, 3, 12)],
+        [(11, 2 + OWN, 12)],
+    ]
+    aligned = rollout(torch.tensor(tokens), torch.tensor(mask), offsets, 2, ahead=0)
+    assert aligned.token_ST.tolist() == [[20, 21, 10, 11, 12], [21, 0, 11, 12, 0]]
+    assert aligned.position_ST.tolist() == [[0, 1, 0, 1, 2], [1, 2, 1, 2, 3]]
+    assert aligned.source_SN[0].tolist() == aligned.goal_N.tolist() == [0, 2, 3]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_drafted_token_stands_where_training_has_it(ahead: int) -> None:
+    """After the newest token, at position 7, draft s is token 7 + s of the text."""
+    text = torch.arange(20)
+    aligned = rollout(text, torch.ones_like(text), [0, 20], 4, ahead)
+    carried = 7 - ahead  # the row whose output the first draft is chosen from
+    rows = [rows[0] for rows in draft_rows([7], 4, ahead)]
+    assert rows == aligned.position_ST[1:, carried].tolist()
+    assert aligned.token_ST[1:, carried].tolist() == [8, 9, 10]
 
 
 def test_a_second_document_is_aligned_as_if_it_stood_alone() -> None:
@@ -175,7 +210,7 @@ def test_a_pack_gives_each_document_what_it_gets_alone(toy_target: Target) -> No
 
 
 def random_rollout(
-    lengths: list[int], prompts: list[int], seed: int
+    lengths: list[int], prompts: list[int], seed: int, ahead: int = 1
 ) -> tuple[Tensor, list[int], Rollout]:
     token_T = torch.randint(
         VOCABULARY, (sum(lengths),), generator=torch.Generator().manual_seed(seed)
@@ -188,7 +223,7 @@ def random_rollout(
     offsets = [0]
     for length in lengths:
         offsets.append(offsets[-1] + length)
-    return token_T, offsets, rollout(token_T, torch.tensor(mask), offsets, 3)
+    return token_T, offsets, rollout(token_T, torch.tensor(mask), offsets, 3, ahead)
 
 
 def test_next_tokens_are_the_rollouts_first_step() -> None:
@@ -232,10 +267,13 @@ def test_verified_tokens_of_a_ragged_batch_stay_apart() -> None:
     assert verified[1, :2].tolist() == [30, 50]
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize(("prompt", "length"), [(1, 2), (1, 6), (2, 3), (3, 6), (5, 6), (4, 17)])
-def test_answer_rows_are_the_rollouts_goals_and_sources(prompt: int, length: int) -> None:
-    _, _, aligned = random_rollout([length], [prompt], seed=prompt)
-    goals, sources = answer_rows(prompt, length)
+def test_answer_rows_are_the_rollouts_goals_and_sources(
+    prompt: int, length: int, ahead: int
+) -> None:
+    _, _, aligned = random_rollout([length], [prompt], prompt, ahead)
+    goals, sources = answer_rows(prompt, length, ahead)
     valid = aligned.valid_SN[0]
     rows = torch.arange(length)
     assert rows[goals].tolist() == aligned.goal_N[valid].tolist()

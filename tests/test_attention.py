@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,12 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from mtp_train.attention import chain, reference
+from mtp_train.attention.interface import AttentionRule
 from mtp_train.attention.packed import PackedContext, RolloutContext
 from mtp_train.attention.paged import PagedContext, PagedKV, plan_batch
 from mtp_train.core.errors import UserError
 from mtp_train.models.target import Target
 
 PAGE = 4
+PLAIN = AttentionRule(0.3)
 
 
 @pytest.fixture
@@ -63,8 +66,6 @@ def test_paged_rows_equal_a_packed_forward(toy_target: Target, counts: tuple[int
         2,
         30,
         PAGE,
-        toy_target.kv_heads,
-        toy_target.head_width,
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
@@ -101,7 +102,7 @@ def test_the_slow_equation_is_dense_attention_over_what_the_chain_sees() -> None
     query = torch.randn(rows, heads, width, generator=generator)
     keys = [torch.randn(rows, groups, width, generator=generator) for _ in range(3)]
     values = [torch.randn(rows, groups, width, generator=generator) for _ in range(3)]
-    out = reference.chain_attention(query, keys, values, 0.3)
+    out = reference.chain_attention(query, keys, values, AttentionRule(0.3))
     for start in range(rows):
         seen_k = torch.cat(
             [keys[0][: start + 1], keys[1][start : start + 1], keys[2][start : start + 1]]
@@ -128,13 +129,13 @@ class ByReference:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scaling: float,
+        rule: AttentionRule,
     ) -> torch.Tensor:
         self.cached.append((key, value))
         outs = []
         for a, b in self.spans:
             keys, values = zip(*[(k[a:b], v[a:b]) for k, v in self.cached], strict=True)
-            outs.append(reference.chain_attention(query[a:b], keys, values, scaling))
+            outs.append(reference.chain_attention(query[a:b], keys, values, rule))
         return torch.cat(outs)
 
 
@@ -153,13 +154,18 @@ def rollout_steps(
 
 
 def values_and_gradients(
-    context: Callable[..., torch.Tensor], steps: Steps, dtype: torch.dtype = torch.float64
+    context: Callable[..., torch.Tensor],
+    steps: Steps,
+    dtype: torch.dtype = torch.float64,
+    rule: AttentionRule = PLAIN,
 ) -> list[torch.Tensor]:
     """Outputs of all steps, then the gradients of every step's query, key and value."""
     inputs = [[rows.to(dtype).requires_grad_() for rows in step[:3]] for step in steps]
-    outs = [context(0, *step, 0.3) for step in inputs]
+    outs = [context(0, *step, rule) for step in inputs]
     grads = [step[3].to(out.dtype) for step, out in zip(steps, outs, strict=True)]
     leaves = [rows for step in inputs for rows in step]
+    if rule.sinks is not None and rule.sinks.requires_grad:
+        leaves.append(rule.sinks)
     return [*(out.detach() for out in outs), *torch.autograd.grad(outs, leaves, grads)]
 
 
@@ -183,6 +189,93 @@ def test_a_rollouts_values_and_gradients_are_the_slow_equations(
         assert len(ours) == 4 * count
         for got, want in zip(ours, slow, strict=True):
             torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-10)
+
+
+SINKS = torch.linspace(-1.0, 2.0, 4).double()
+RULES = {
+    "window 1": AttentionRule(0.3, window=1),
+    "window 2": AttentionRule(0.3, window=2),
+    "window 6": AttentionRule(0.3, window=6),
+    "window 500": AttentionRule(0.3, window=500),
+    "softcap": AttentionRule(0.8, softcap=1.5),
+    "sinks": AttentionRule(0.3, sinks=SINKS),
+    "window and softcap": AttentionRule(0.8, window=6, softcap=1.5),
+    "window and sinks": AttentionRule(0.3, window=3, sinks=SINKS),
+}
+
+
+@pytest.mark.parametrize("rows", [4, 128])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_a_rule_is_the_slow_equations(
+    rule: AttentionRule, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows shorter than a chain, than a tile, and longer than all; the sinks' gradients too."""
+    monkeypatch.setattr(chain, "TILE_ROWS", rows)
+    offsets = [0, 1, 3, 10, 31]
+    steps = rollout_steps(31, 5, value_width=5)
+    plain = values_and_gradients(RolloutContext(offsets), steps)
+    for count in (1, 2, 5):
+        found = []
+        for context in (RolloutContext, ByReference):
+            sinks = None if rule.sinks is None else rule.sinks.clone().requires_grad_()
+            own = replace(rule, sinks=sinks)
+            found.append(values_and_gradients(context(offsets), steps[:count], rule=own))
+        assert len(found[0]) == 4 * count + (rule.sinks is not None)
+        for got, want in zip(*found, strict=True):
+            torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-10)
+        assert (rule.window == 500) == torch.equal(found[0][0], plain[0])
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_packed_and_paged_attention_under_a_rule_are_the_slow_equation(rule: AttentionRule) -> None:
+    """Prefill, then ragged pieces, then single rows, over scattered pages."""
+    lengths, edges = [9, 23, 40], ([0, 0, 0], [2, 20, 7], [5, 21, 8], [8, 22, 39], [9, 23, 40])
+    generator = torch.Generator().manual_seed(5)
+    texts = [
+        tuple(
+            torch.randn(n, *size, generator=generator).double() for size in ((4, 8), (2, 8), (2, 5))
+        )
+        for n in lengths
+    ]
+    expected = [reference.chain_attention(q, [k], [v], rule) for q, k, v in texts]
+    packed = [torch.cat(rows) for rows in zip(*texts, strict=True)]
+    out = PackedContext([0, 9, 32, 72])(0, *packed, rule)
+    torch.testing.assert_close(out, torch.cat(expected), atol=1e-12, rtol=1e-10)
+    cache = PagedKV(1, 30, PAGE, dtype=torch.float64, device=torch.device("cpu"))
+    pages = [list(range(start, 30, 3)) for start in (2, 0, 1)]
+    for starts, ends in pairwise(edges):
+        rows = [end - start for start, end in zip(starts, ends, strict=True)]
+        plan = plan_batch(pages, starts, rows, PAGE, torch.device("cpu"))
+        spans = list(zip(texts, starts, ends, strict=True))
+        piece = [torch.cat([text[kind][a:b] for text, a, b in spans]) for kind in range(3)]
+        found = PagedContext(cache, plan)(0, *piece, rule)
+        want = torch.cat([o[a:b] for o, a, b in zip(expected, starts, ends, strict=True)])
+        torch.testing.assert_close(found, want, atol=1e-12, rtol=1e-10)
+
+
+def test_a_window_costs_no_more_than_itself() -> None:
+    """Keys that no row of a tile sees take no part in its products."""
+    rule = AttentionRule(0.3, window=100)
+    steps = rollout_steps(4096, 1, heads=2, groups=1)
+    with LargestTensor() as seen:
+        values_and_gradients(RolloutContext([0, 4096]), steps, torch.bfloat16, rule)
+    widest = 100 + chain.TILE_ROWS + 2 * 4096 // chain.TILE_WIDTHS  # whole grains at both ends
+    assert seen.elements <= max(2 * chain.TILE_ROWS * widest, 4096 * 2 * 8)
+
+
+@pytest.mark.parametrize("rule", [RULES["window 6"], RULES["softcap"], RULES["sinks"]])
+def test_bfloat16_under_a_rule_errs_no_more_than_the_slow_equation_does(
+    rule: AttentionRule,
+) -> None:
+    steps = [tuple(rows.bfloat16().double() for rows in step) for step in rollout_steps(150, 3)]
+    exact = values_and_gradients(ByReference([0, 20, 150]), steps, rule=rule)
+    ours, slow = (
+        values_and_gradients(context([0, 20, 150]), steps, torch.bfloat16, rule)
+        for context in (RolloutContext, ByReference)
+    )
+    for got, plain, want in zip(ours, slow, exact, strict=True):
+        error, bar = ((rows.double() - want).norm() / want.norm() for rows in (got, plain))
+        assert error <= 1.25 * bar
 
 
 def test_a_rollouts_documents_do_not_see_each_other() -> None:
@@ -218,9 +311,9 @@ def test_under_autocast_a_rollout_computes_in_bfloat16_whatever_it_is_given() ->
     steps = rollout_steps(20, 2)
     plain = values_and_gradients(RolloutContext([0, 20]), steps, torch.bfloat16)
 
-    def under_autocast(layer: int, query: Any, key: Any, value: Any, scaling: float) -> Any:
+    def under_autocast(layer: int, query: Any, key: Any, value: Any, rule: AttentionRule) -> Any:
         with torch.autocast("cpu", torch.bfloat16):
-            return context(layer, query.float(), key.float(), value, scaling)
+            return context(layer, query.float(), key.float(), value, rule)
 
     context = RolloutContext([0, 20])
     ours = values_and_gradients(under_autocast, steps, torch.bfloat16)
@@ -274,8 +367,8 @@ def test_a_rollouts_first_step_is_plain_causal_attention() -> None:
     query, key = (torch.randn(7, 2, 8, generator=generator) for _ in range(2))
     for width in (8, 5):
         value = torch.randn(7, 2, width, generator=generator)
-        first = RolloutContext([0, 4, 7])(0, query, key, value, 0.5)
-        plain = PackedContext([0, 4, 7])(0, query, key, value, 0.5)
+        first = RolloutContext([0, 4, 7])(0, query, key, value, AttentionRule(0.5))
+        plain = PackedContext([0, 4, 7])(0, query, key, value, AttentionRule(0.5))
         torch.testing.assert_close(first, plain, atol=1e-6, rtol=1e-5)
 
 
@@ -283,13 +376,13 @@ def test_what_no_context_computes_is_refused_by_name() -> None:
     from mtp_train.attention.interface import _attend
 
     module = torch.nn.Module()
-    with pytest.raises(UserError, match="sliding_window"):
+    with pytest.raises(UserError, match="position_bias"):
         _attend(
             module,
             *(torch.zeros(1, 1, 1, 1) for _ in range(3)),
             None,
             scaling=1.0,
-            sliding_window=4,
+            position_bias=4,
         )
 
 

@@ -32,6 +32,7 @@ class ScriptedProposer:
 
     cache_layers = 0
     states = ()
+    ahead = 1
 
     def __init__(
         self, drafts: int, outputs: dict[tuple[int, ...], tuple[int, ...]], wrong: set[int]

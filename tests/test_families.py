@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from toy_families import CONFIGS, SIZES, reference_model, toy
 from toys import toy_config
-from transformers import AutoModelForCausalLM, GemmaConfig, MistralConfig, Qwen2Config, Qwen3Config
-from transformers import PreTrainedConfig as Config
+from transformers import FalconConfig, Gemma3TextConfig, Qwen3Config
 
 from mtp_train.attention.packed import PackedContext
+from mtp_train.attention.paged import PagedContext, PagedKV, plan_batch
 from mtp_train.core.errors import UserError
 from mtp_train.engine.engine import Engine, EngineConfig
 from mtp_train.engine.propose import ChainProposer
@@ -24,46 +25,67 @@ from mtp_train.heads.families import build_head
 from mtp_train.heads.mtp import MtpConfig, build
 from mtp_train.models.target import MODEL_TYPES, Target
 
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-}
-CONFIGS = {
-    "llama": toy_config(),
-    "mistral": MistralConfig(**SIZES, sliding_window=None),
-    "qwen2": Qwen2Config(**{key: SIZES[key] for key in SIZES if key != "head_dim"}),
-    "qwen3": Qwen3Config(**SIZES),
-}
-
 
 def test_every_admitted_type_is_tried() -> None:
-    assert set(CONFIGS) == set(MODEL_TYPES)
+    assert {config.model_type for config in CONFIGS.values()} == set(MODEL_TYPES)
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_states_and_speculation_are_transformers_own(config: Config) -> None:
-    target = Target.from_config(config, seed=1)
-    plain = AutoModelForCausalLM.from_config(
-        type(config)(**config.to_diff_dict()), attn_implementation="eager"
-    ).eval()
-    plain.load_state_dict(target.model.state_dict())
-    text = torch.arange(1, 30)
-    states = target.forward(text, torch.arange(29), PackedContext([0, 29]))
-    torch.testing.assert_close(
-        states, plain.base_model(text[None]).last_hidden_state[0], atol=1e-5, rtol=1e-5
-    )
-    requests = [Request(str(n), tuple(range(1, n)), 12) for n in (3, 9, 20)]
+@torch.no_grad()
+@pytest.mark.parametrize("name", CONFIGS)
+def test_states_logits_and_embeddings_are_transformers_own(name: str) -> None:
+    """A packed batch, then the same rows in pieces over pages."""
+    target, plain = toy(name), reference_model(toy(name))
+    texts = [torch.arange(1, 30), torch.tensor([7]), torch.arange(60, 12, -1)]
+    lengths = [len(text) for text in texts]
+    outs = [plain(text[None], output_hidden_states=True) for text in texts]
+    expected = [plain.base_model(text[None]).last_hidden_state[0] for text in texts]
+    positions = torch.cat([torch.arange(rows) for rows in lengths])
+    context = PackedContext([0, 29, 30, 78])
+    states = target.capture(torch.cat(texts), positions, context, ("layer_0", "post_norm"))
+    close = {"atol": 2e-5, "rtol": 1e-4}
+    torch.testing.assert_close(states["post_norm"], torch.cat(expected), **close)
+    logits = target.logits(states["post_norm"])
+    torch.testing.assert_close(logits, torch.cat([out.logits[0] for out in outs]), **close)
+    torch.testing.assert_close(states["layer_0"], target.embed(torch.cat(texts)))
+    torch.testing.assert_close(target.embed(texts[0]), outs[0].hidden_states[0][0])
+    cache = PagedKV(target.layers, 30, 4, dtype=torch.float32, device=torch.device("cpu"))
+    pages = [[*range(0, 16, 2)], [29], [*range(1, 25, 2)]]
+    for piece in (
+        [(0, 11), (0, 1), (0, 20)],
+        [(11, 28), (20, 45)],
+        [(28, 29), (45, 46)],
+        [(46, 48)],
+    ):
+        members = [0, 1, 2] if len(piece) == 3 else [0, 2] if len(piece) == 2 else [2]
+        starts = [start for start, _ in piece]
+        rows = [end - start for start, end in piece]
+        plan = plan_batch([pages[one] for one in members], starts, rows, 4, torch.device("cpu"))
+        tokens = torch.cat([texts[m][a:b] for m, (a, b) in zip(members, piece, strict=True)])
+        found = target.forward(tokens, plan.positions, PagedContext(cache, plan))
+        want = torch.cat([expected[m][a:b] for m, (a, b) in zip(members, piece, strict=True)])
+        torch.testing.assert_close(found, want, **close)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_tokens_are_transformers_own_with_a_head_and_without(name: str) -> None:
+    target = toy(name)
+    requests = [Request(str(n), tuple(range(1, n)), 20) for n in (3, 9, 20)]
     small = EngineConfig(max_batch=3, cache_rows=256, page_size=4)
-    expected = Engine(target, None, small).generate(requests)
-    head = build(target, MtpConfig())
-    done = Engine(target, ChainProposer(target, head, 3), small).generate(requests)
-    assert [c.tokens for c in done] == [c.tokens for c in expected]
+    plain = Engine(target, None, small).generate(requests)
+    done = Engine(target, ChainProposer(target, build(target, MtpConfig()), 3), small)
+    assert [c.tokens for c in done.generate(requests)] == [c.tokens for c in plain]
+    theirs = reference_model(target)
+    for one in plain:
+        prompt = torch.tensor([one.prompt])
+        out = theirs.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=20,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        assert tuple(out[0, prompt.shape[1] :].tolist()) == one.tokens
 
 
 def test_a_block_with_biases_is_exported_with_them() -> None:
@@ -82,6 +104,23 @@ def test_a_block_that_the_layout_cannot_hold_is_refused() -> None:
     target = Target.from_config(CONFIGS["qwen3"], seed=1)
     with pytest.raises(UserError, match=r"q_norm"):
         mimo.export_tensors(build(target, MtpConfig()), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "block", "message"),
+    [
+        ("mistral-window", "target", "a sliding window.*head.block=llama"),
+        ("gemma", "target", "does not multiply by its weight.*head.block=llama"),
+        ("gemma2", "llama", "no cap on logits"),
+    ],
+)
+def test_what_engines_would_compute_otherwise_is_not_exported(
+    name: str, block: str, message: str, tmp_path: Path
+) -> None:
+    """Their tensors have the layout's names."""
+    head = build(toy(name), MtpConfig(block=block, init="random"))
+    with pytest.raises(UserError, match=message):
+        export_head(head, toy(name), ExportConfig(), tmp_path / "mimo_mtp", {})
 
 
 FAMILIES = pytest.mark.parametrize("config", [MtpConfig, EagleConfig, Eagle3Config])
@@ -173,8 +212,10 @@ def test_an_unknown_block_lists_those_known(config: Any) -> None:
 
 
 def test_other_types_are_refused_by_name() -> None:
-    with pytest.raises(UserError, match="gemma"):
-        Target.from_config(GemmaConfig(**SIZES))
+    with pytest.raises(UserError, match="falcon"):
+        Target.from_config(FalconConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1))
+    with pytest.raises(UserError, match="use_bidirectional_attention"):
+        Target.from_config(Gemma3TextConfig(**SIZES, use_bidirectional_attention=True))
     stretched = toy_config(
         rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     )

@@ -168,7 +168,10 @@ def test_a_float32_head_takes_bfloat16_features_without_autocast(
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in ONE_NORM_OUT])
+@pytest.mark.parametrize(
+    "variant",
+    [name for name in VARIANTS if name not in ONE_NORM_OUT and name != "draft_model-fewer"],
+)
 def test_a_head_overfitted_on_the_prompts_accepts_nearly_everything(
     variant: str, tmp_path: Path
 ) -> None:
@@ -181,6 +184,7 @@ def test_a_head_overfitted_on_the_prompts_accepts_nearly_everything(
     store = features(target, head, tmp_path / "features")
     config = TrainConfig(
         epochs=80,
+        rollout_steps=3 if head.ahead else 1,
         learning_rate=1e-2,
         decay=1.0,
         loss={"hard_ce": 1.0},

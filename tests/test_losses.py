@@ -72,7 +72,7 @@ def plain(of: Case, name: str, **more: Any) -> Tensor:
     """A term by its definition [S, N]."""
     student, head, student_head = of["student"], of["head"], of["student_head"]
     if name == "hard_ce":
-        return reference.hard_ce(student, head, of["label"], student_head)
+        return reference.hard_ce(student, head, of["label"], student_head, **more)
     return TERMS[name].reference(student, of["teacher"], head, student_head, **more)
 
 
@@ -81,9 +81,11 @@ def gradients(loss: Tensor, of: Case) -> list[Tensor]:
     return list(torch.autograd.grad(loss, inputs))
 
 
-def same_as_the_equations(of: Case, weights: Mapping[str, float]) -> None:
-    fast = fused(of, weights)
-    slow = {name: plain(of, name) for name in weights}
+def same_as_the_equations(
+    of: Case, weights: Mapping[str, float], softcap: float | None = None
+) -> None:
+    fast = fused(of, weights, softcap=softcap)
+    slow = {name: plain(of, name, softcap=softcap) for name in weights}
     expected = sum(weights[name] * (slow[name] * of["weight"]).sum() for name in weights)
     assert isinstance(expected, Tensor)
     assert fast.loss.dtype == torch.float64
@@ -114,6 +116,31 @@ def test_any_sum_of_terms_equals_their_equations(
     weights: dict[str, float], head: str, goals: int
 ) -> None:
     same_as_the_equations(case(2, goals, head, seed=1), weights)
+
+
+@pytest.mark.parametrize("head", ["shared", "own", "per step"])
+@pytest.mark.parametrize(
+    "weights", [*({name: 0.7} for name in VOCABULARY_TERMS), MIXED, ALL], ids=str
+)
+def test_terms_of_capped_logits_equal_their_equations(weights: dict[str, float], head: str) -> None:
+    """Scores of this case reach several times the cap."""
+    same_as_the_equations(case(2, CHUNK + 1, head, seed=2), weights, softcap=2.0)
+
+
+def test_a_cap_is_the_targets_and_leaves_a_heads_own_matrix_alone() -> None:
+    of = case(1, 3)
+    whole, capped = (
+        reference.log_probabilities(of["student"], of["teacher"], of["head"], softcap=cap)
+        for cap in (None, 2.0)
+    )
+    for free, held in zip(whole, capped, strict=True):
+        spread, capped_spread = ((of.amax(-1) - of.amin(-1)).max() for of in (free, held))
+        assert capped_spread <= 4.0 < spread
+    own = case(1, 3, "own")
+    of = (own["student"], own["teacher"], own["head"], own["student_head"])
+    assert torch.equal(
+        reference.log_probabilities(*of)[1], reference.log_probabilities(*of, 2.0)[1]
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in VOCABULARY_TERMS if name != "lk"])

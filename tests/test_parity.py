@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from head_variants import VARIANTS, make_variant
-from test_families import CONFIGS
+from toy_families import CONFIGS, toy
 
 from mtp_train.attention.packed import PackedContext, RolloutContext
 from mtp_train.batches.align import rollout
@@ -21,6 +22,7 @@ from mtp_train.heads.eagle import EagleConfig
 from mtp_train.heads.eagle3 import Eagle3Config
 from mtp_train.heads.families import build_head
 from mtp_train.heads.mtp import MtpConfig
+from mtp_train.losses.terms import LossConfig
 from mtp_train.models.target import Target
 from mtp_train.text.sources import Answer
 from mtp_train.train.step import head_states
@@ -52,6 +54,34 @@ def test_training_logits_equal_the_engines_for_a_target_with_q_and_k_norms(
     hold_engine_against_training(target, head, texts, monkeypatch)
 
 
+TRAITS = [name for name in CONFIGS if name not in ("llama", "mistral", "qwen2", "qwen3")]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [MtpConfig(), MtpConfig(modules=2), EagleConfig()],
+    ids=["mtp", "mtp-2-modules", "eagle"],
+)
+@pytest.mark.parametrize("name", TRAITS)
+def test_training_logits_equal_the_engines_for_every_target(
+    texts: list[torch.Tensor], name: str, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows, caps, sinks, latent keys and values, experts: also where a draft's window leaves rows behind."""
+    hold_engine_against_training(toy(name), build_head(toy(name), config, 3), texts, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "config", [MtpConfig(block="llama"), Eagle3Config(block="llama")], ids=["mtp", "eagle3"]
+)
+@pytest.mark.parametrize("name", ["gemma3", "deepseek_v2", "gpt_oss"])
+def test_a_llama_block_beside_another_kind_of_layer(
+    texts: list[torch.Tensor], name: str, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(config, init="random")
+    head = build_head(toy(name), config, 3, torch.arange(61))
+    hold_engine_against_training(toy(name), head, texts, monkeypatch)
+
+
 def hold_engine_against_training(
     toy_target: Target, head: DraftHead, texts: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,7 +93,7 @@ def hold_engine_against_training(
         ChainProposer(toy_target, head, STEPS),
         EngineConfig(max_batch=3, cache_rows=1024, page_size=4),
     )
-    starts = [p - 1 for p in prompts]  # row of each sequence whose output is carried
+    starts = [p - head.ahead for p in prompts]  # row of each sequence whose output is carried
     visited: list[tuple[int, int, int]] = []
 
     def scripted(_: ChainProposer, logits: torch.Tensor, *__: object) -> tuple[torch.Tensor, None]:
@@ -75,7 +105,7 @@ def hold_engine_against_training(
         visited.extend((index, row, step) for index, row in enumerate(rows))
         return torch.stack(
             [
-                text[min(row + 2 + step, len(text) - 1)]
+                text[min(row + 1 + head.ahead + step, len(text) - 1)]
                 for text, row in zip(texts, rows, strict=True)
             ]
         ), None
@@ -92,7 +122,7 @@ def hold_engine_against_training(
 
     offsets = [0, 40, 63, 94]
     tokens = torch.cat(texts)
-    aligned = rollout(tokens, torch.ones_like(tokens), offsets, STEPS)
+    aligned = rollout(tokens, torch.ones_like(tokens), offsets, STEPS, head.ahead)
     fused = head.fuse(captured_states(toy_target, texts, head.states))
     with torch.no_grad():
         outs = [
@@ -113,7 +143,7 @@ def hold_engine_against_training(
 
 
 @pytest.mark.parametrize("drafts", [2, 3, 4])
-@pytest.mark.parametrize("variant", ["mtp", "mtp-2-modules", "mtp-3-modules"])
+@pytest.mark.parametrize("variant", ["mtp", "mtp-2-modules", "mtp-3-modules", "draft_model"])
 def test_training_logits_equal_the_engines_after_rejected_drafts(
     toy_target: Target, variant: str, drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,7 +155,7 @@ def test_training_logits_equal_the_engines_after_rejected_drafts(
     head = make_variant(toy_target, variant)
     text = torch.randint(61, (40,), generator=torch.Generator().manual_seed(2))
     prompts = [1, 2, 3, 6]
-    rows = [p - 1 for p in prompts]  # row of each sequence whose output is carried
+    rows = [p - head.ahead for p in prompts]  # row of each sequence whose output is carried
     seen: list[tuple[int, int, torch.Tensor]] = []
     calls = [0]
 
@@ -137,7 +167,7 @@ def test_training_logits_equal_the_engines_after_rejected_drafts(
         wrong = [(turn + index) % (drafts + 1) for index in range(len(prompts))]
         chosen = []
         for index, row in enumerate(rows):
-            right = int(text[row + 2 + step])
+            right = int(text[row + 1 + head.ahead + step])
             chosen.append((right + 1) % 61 if step >= wrong[index] else right)
             if step <= wrong[index]:
                 seen.append((row, step, logits[index]))
@@ -155,7 +185,7 @@ def test_training_logits_equal_the_engines_after_rejected_drafts(
     served.generate(
         Request(str(p), tuple(script[:p]), 24, script=tuple(script[p:])) for p in prompts
     )
-    aligned = rollout(text, torch.ones_like(text), [0, 40], drafts)
+    aligned = rollout(text, torch.ones_like(text), [0, 40], drafts, head.ahead)
     states = captured_states(toy_target, [text], head.states)
     with torch.no_grad():
         outs = head_states(head, toy_target, head.fuse(states), aligned, RolloutContext([0, 40]))
@@ -195,7 +225,8 @@ def test_validation_through_the_engine_equals_the_trainers(
     pack = Pack(("0", "1", "2"), (0, 40, 63, 94), torch.cat(texts), mask, states)
     sums = ValidationSums(STEPS)
     with torch.no_grad():
-        sums.add(RolloutModule(head, toy_target)(pack, STEPS, measure=True))
+        module = RolloutModule(head, toy_target, loss=LossConfig({"kl": 1.0}))
+        sums.add(module(pack, STEPS, measure=True))
     ours, trainers = engine_validation(toy_target, head, answers), sums.summary()
     assert ours["agree/1"] == pytest.approx(trainers["agree/1"], abs=1e-6)
     assert ours["kl/1"] == pytest.approx(trainers["kl/1"], rel=1e-4)

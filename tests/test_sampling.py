@@ -17,10 +17,11 @@ from mtp_train.engine.sampling import Sampling, draw
 from mtp_train.engine.sequences import Request
 from mtp_train.engine.verify import leading, verify_sampled
 from mtp_train.heads.base import DraftHead
+from mtp_train.heads.draft_model import DraftModelConfig
 from mtp_train.heads.eagle3 import Eagle3Config
 from mtp_train.heads.families import build_head
 from mtp_train.heads.mtp import MtpConfig, build
-from mtp_train.models.target import Target
+from mtp_train.models.target import Target, config_values
 
 VOCABULARY = 5
 LENGTH = 4
@@ -62,7 +63,19 @@ def exact(target: Target, temperature: float) -> np.ndarray:
 
 
 def opinionated(target: Target, family: str) -> DraftHead:
-    """A head that is sure of itself and often wrong; eagle3 can draft three of the five tokens."""
+    """A head that is sure of itself and often wrong; eagle3 can draft three of the five tokens, draft_model four."""
+    if family == "draft_model":
+        small = LlamaConfig(
+            vocab_size=4,
+            hidden_size=12,
+            intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=3,
+            num_key_value_heads=3,
+            max_position_embeddings=64,
+            initializer_range=0.6,
+        )
+        return build_head(target, DraftModelConfig(model=config_values(small)), 9)
     if family == "mtp":
         head = build(target, MtpConfig(init="random"), seed=9)
         with torch.no_grad():
@@ -114,7 +127,10 @@ def chi_square(observed: np.ndarray, expected: np.ndarray) -> float:
     return float(torch.special.gammaincc(freedom, torch.tensor(statistic / 2, dtype=torch.float64)))
 
 
-@pytest.mark.parametrize(("temperature", "family"), [(1.0, "mtp"), (0.6, "mtp"), (1.0, "eagle3")])
+@pytest.mark.parametrize(
+    ("temperature", "family"),
+    [(1.0, "mtp"), (0.6, "mtp"), (1.0, "eagle3"), (1.0, "draft_model"), (0.6, "draft_model")],
+)
 def test_sampled_speculation_is_distributed_as_the_target(
     tiny: Target, temperature: float, family: str
 ) -> None:
@@ -142,12 +158,13 @@ def _accepts_twice_as_readily(
     return verify_sampled(draft_BK, draft_p / 2, target_p, generator)
 
 
+@pytest.mark.parametrize("family", ["mtp", "draft_model"])
 @pytest.mark.parametrize("broken", [_without_residual, _accepts_twice_as_readily])
 def test_the_chi_square_test_catches_a_broken_rule(
-    tiny: Target, broken: object, monkeypatch: pytest.MonkeyPatch
+    tiny: Target, broken: object, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_module, "verify_sampled", broken)
-    assert p_value(counts(tiny, 1.0, seed=1), exact(tiny, 1.0)) < 1e-6
+    assert p_value(counts(tiny, 1.0, seed=1, family=family), exact(tiny, 1.0)) < 1e-6
 
 
 def test_leading_counts_the_first_true_flags() -> None:

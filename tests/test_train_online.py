@@ -14,7 +14,7 @@ import children
 import pytest
 import torch
 import two_ranks as ranks_script
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_train import BARE, CPU, curve, fit
@@ -43,13 +43,13 @@ from mtp_train.heads.mtp import MtpConfig, build
 from mtp_train.models.target import Target
 from mtp_train.store.shards import FeatureStore
 from mtp_train.train import step as stepping
-from mtp_train.train.average import make_average, require_whole_parameters, warm_average
+from mtp_train.train.average import make_average, warm_average
 from mtp_train.train.config import TrainConfig
 from mtp_train.train.guard import PackReport, alarm, exploded
 from mtp_train.train.loop import train
 from mtp_train.train.noise import noisy_states
 from mtp_train.train.online import OnlineConfig, figures, held_out_requests, measure, step_counts
-from mtp_train.train.order import epoch_windows
+from mtp_train.train.order import Order, Position
 from mtp_train.train.state import AVERAGE, OPTIMIZER
 from mtp_train.train.step import RolloutModule
 
@@ -354,8 +354,8 @@ def test_each_sequence_of_a_step_has_the_same_noise_on_any_number_of_ranks(
 ) -> None:
     def steps(world: int, accumulation: int) -> list[dict[str, torch.Tensor]]:
         config = replace(BARE, rows=30, accumulation=accumulation)
-        lengths, trained = features.lengths(), features.loss_tokens()
-        ranks = [epoch_windows(lengths, trained, config, 0, rank, world) for rank in range(world)]
+        order = Order(features.lengths(), features.loss_tokens(), config)
+        ranks = [order.windows(Position(0), rank, world) for rank in range(world)]
         return [
             {
                 key: value
@@ -450,13 +450,6 @@ def test_the_average_is_what_is_measured_and_kept_and_training_does_not_see_it(
     assert online_rows(tmp_path / "average")[-1]["online"] == counted
     last = [curve(tmp_path / name, "validation")[-1] for name in ("plain", "average")]
     assert last[0] != last[1]
-
-
-def test_an_average_of_sharded_parameters_is_refused() -> None:
-    require_whole_parameters(DistributedType.NO)
-    require_whole_parameters(DistributedType.MULTI_GPU)
-    with pytest.raises(UserError, match="whole parameters on every rank"):
-        require_whole_parameters(DistributedType.FSDP)
 
 
 # --- alarms ---------------------------------------------------------------------------------------------------

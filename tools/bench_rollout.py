@@ -25,9 +25,11 @@ from torch import Tensor
 
 from mtp_train.attention import reference
 from mtp_train.attention.chain import Span, chain_attention
+from mtp_train.attention.interface import AttentionRule
 from mtp_train.attention.packed import PackedContext
 
 HEADS, GROUPS, WIDTH, STEPS = 9, 3, 64, 3
+RULE = AttentionRule(WIDTH**-0.5)
 ROWS = (128, 512, 2048, 8192, 32768)
 SLOW_ROWS = 4096  # at most, by the slow equation: 4 GB, and four times as much for twice the rows
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -115,7 +117,7 @@ def roll_out(attention: Attention, inputs: list[list[Tensor]]) -> None:
     keys, values = [step[1] for step in inputs], [step[2] for step in inputs]
     spans = [(0, len(keys[0]))]
     outs = [
-        attention(step[0], keys[: past + 1], values[: past + 1], spans, WIDTH**-0.5)
+        attention(step[0], keys[: past + 1], values[: past + 1], spans, RULE)
         for past, step in enumerate(inputs)
     ]
     leaves = [rows for step in inputs for rows in step]
@@ -123,12 +125,16 @@ def roll_out(attention: Attention, inputs: list[list[Tensor]]) -> None:
 
 
 def slow(
-    query: Tensor, keys: list[Tensor], values: list[Tensor], _spans: list[Span], scaling: float
+    query: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    _spans: list[Span],
+    rule: AttentionRule,
 ) -> Tensor:
     """The slow equation of the one document; its first step is causal attention, for which torch has a kernel."""
     if len(keys) == 1:
-        return PackedContext([0, len(query)])(0, query, keys[0], values[0], scaling)
-    return reference.chain_attention(query, keys, values, scaling)
+        return PackedContext([0, len(query)])(0, query, keys[0], values[0], rule)
+    return reference.chain_attention(query, keys, values, rule)
 
 
 TWINS: dict[str, Attention] = {"slow": slow, "tiles": chain_attention}

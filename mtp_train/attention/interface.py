@@ -1,14 +1,15 @@
 """Route the attention calls of transformers' model code into a per-call context.
 
 A forward is called with `attention_context=<context>`; each attention layer then calls
-`context(layer_idx, query_THd, key_TGd, value_TGd, scaling)` and gets `out_THd` back.
+`context(layer_idx, query_THd, key_TGd, value_TGw, rule)` and gets `out_THw` back.
 Knows neither pages nor documents: those are the contexts' own.
 
-Shapes: T rows of the ragged batch, H query heads, G key/value heads, d head width.
+Shapes: T rows of the ragged batch, H query heads, G key/value heads, d key width, w value width.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -20,16 +21,45 @@ from mtp_train.core.errors import UserError
 ATTENTION_NAME = "mtp_train_context"
 
 # What a layer may ask for that no context computes: running on would give other states than the target's.
-UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
+UNSUPPORTED = ("position_bias",)
+
+
+@dataclass(frozen=True)
+class AttentionRule:
+    """What a layer makes of queries and keys: softmax over the seen keys of cap(scaling * q k), and the sink.
+
+    Attributes:
+        window: a row sees the keys of so many positions, its own the last; none sees all before it.
+        softcap: cap(x) = softcap * tanh(x / softcap); without one, x.
+        sinks: a score per query head [H] that takes its share of the softmax and gives no value.
+    """
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        assert self.softcap is None or self.sinks is None, "no target has both"
+
+    @property
+    def plain(self) -> bool:
+        """Whether this is what scaled dot-product attention computes."""
+        return self.window is None and self.softcap is None and self.sinks is None
+
+    def within(self, rows: int) -> AttentionRule:
+        """The same rule for a document of `rows` rows: a window that holds all of it is none."""
+        hides = self.window is not None and self.window < rows
+        return self if hides or self.window is None else replace(self, window=None)
 
 
 class AttentionContext(Protocol):
     """Where a ragged batch's keys and values live, and which of them each row sees."""
 
     def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
     ) -> Tensor:
-        """query [T, H, d], key and value [T, G, d] -> [T, H, d]."""
+        """query [T, H, d], key [T, G, d], value [T, G, w] -> [T, H, w]."""
         ...
 
 
@@ -41,6 +71,9 @@ def _attend(
     attention_mask: Tensor | None,
     *,
     scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     attention_context: AttentionContext | None = None,
     **extras: Any,
 ) -> tuple[Tensor, None]:
@@ -54,11 +87,12 @@ def _attend(
     if attention_context is None:
         raise RuntimeError("a forward through mtp_train's attention needs attention_context=...")
     # [1, H, T, d] -> [T, H, d]
-    query_THd, key_TGd, value_TGd = (
+    query_THd, key_TGd, value_TGw = (
         rows.squeeze(0).transpose(0, 1) for rows in (query, key, value)
     )
     layer: Any = module.layer_idx
-    out = attention_context(int(layer), query_THd, key_TGd, value_TGd, scaling)
+    rule = AttentionRule(scaling, sliding_window, softcap, s_aux)
+    out = attention_context(int(layer), query_THd, key_TGd, value_TGw, rule)
     return out.unsqueeze(0), None
 
 
@@ -71,6 +105,11 @@ def register() -> str:
     AttentionInterface.register(ATTENTION_NAME, _attend)
     AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
     return ATTENTION_NAME
+
+
+def soft_capped(scores: Tensor, cap: float) -> Tensor:
+    """cap * tanh(scores / cap): the score itself near 0, never beyond the cap."""
+    return torch.tanh(scores / cap) * cap
 
 
 def attend(

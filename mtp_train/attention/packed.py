@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mtp_train.attention.chain import chain_attention
-from mtp_train.attention.interface import attend
+from mtp_train.attention.interface import AttentionRule, attend
 
 
 class PackedContext:
@@ -31,9 +31,12 @@ class PackedContext:
         self.spans = list(pairwise(offsets))
 
     def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
     ) -> Tensor:
-        outs = [_causal(query[a:b], key[a:b], value[a:b], scaling) for a, b in self.spans]
+        rule = rule.within(max((b - a for a, b in self.spans), default=0))
+        if not rule.plain:  # torch has no kernel for these that is linear in memory
+            return chain_attention(query, [key], [value], self.spans, rule)
+        outs = [_causal(query[a:b], key[a:b], value[a:b], rule.scaling) for a, b in self.spans]
         return torch.cat(outs)
 
 
@@ -61,12 +64,12 @@ class RolloutContext:
         self.values: dict[int, list[Tensor]] = defaultdict(list)
 
     def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
     ) -> Tensor:
         query, key, value = (_as_autocast(rows) for rows in (query, key, value))
         self.keys[layer].append(key)
         self.values[layer].append(value)
-        return chain_attention(query, self.keys[layer], self.values[layer], self.spans, scaling)
+        return chain_attention(query, self.keys[layer], self.values[layer], self.spans, rule)
 
 
 def _causal(query_LHd: Tensor, key_LGd: Tensor, value_LGw: Tensor, scaling: float) -> Tensor:

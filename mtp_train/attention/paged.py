@@ -4,8 +4,8 @@ A `BatchPlan` is made once per batch and serves every layer of target and head. 
 FlashInfer's (`qo_indptr`, `kv_page_indptr`, `kv_page_indices`, `kv_last_page_len`); the torch backend here is the
 reference for others. Knows no scheduler, no sampling and no model.
 
-Shapes: T rows, B sequences, H query heads, G key/value heads, d head width, R rows per sequence of a uniform batch,
-C cached rows of the longest sequence.
+Shapes: T rows, B sequences, H query heads, G key/value heads, d key width, w value width, R rows per sequence of a
+uniform batch, C cached rows of the longest sequence (those in the window, where there is one).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtp_train.attention.interface import attend
+from mtp_train.attention.interface import AttentionRule, attend, soft_capped
 from mtp_train.attention.packed import PackedContext
 
 KEPT = 0.75  # a sequence joins a batch padded to `longest` if its cache is at least this share of it ...
@@ -29,27 +29,40 @@ SMALLEST = (
 class PagedKV:
     """Keys and values of every layer in fixed-size pages.
 
+    A layer's pools are made when it first writes, as wide as its own keys and values: a head's layer need not be like
+    the target's, nor a value like a key.
+
     Args:
         layers: layers of the target plus the head's.
         pages, page_size: capacity; a slot is page * page_size + offset.
     """
 
     def __init__(
-        self,
-        layers: int,
-        pages: int,
-        page_size: int,
-        kv_heads: int,
-        width: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, layers: int, pages: int, page_size: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.page_size = page_size
         self.pages = pages
-        shape = (layers, pages * page_size, kv_heads * width)
-        self.key = torch.zeros(shape, dtype=dtype, device=device)
-        self.value = torch.zeros(shape, dtype=dtype, device=device)
+        self.dtype, self.device = dtype, device
+        self._pools: list[tuple[Tensor, Tensor] | None] = [None] * layers
+
+    def write(self, layer: int, slots: Tensor, key_TGd: Tensor, value_TGw: Tensor) -> None:
+        pools = self._pools[layer]
+        if pools is None:
+            pools = self._pools[layer] = (self._pool(key_TGd), self._pool(value_TGw))
+        for pool, rows in zip(pools, (key_TGd, value_TGw), strict=True):
+            pool.index_copy_(0, slots, rows.flatten(1))
+
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [slots, G * d] and values [slots, G * w]."""
+        pools = self._pools[layer]
+        assert pools is not None, "write before read"
+        key, value = pools
+        return key.index_select(0, slots), value.index_select(0, slots)
+
+    def _pool(self, rows: Tensor) -> Tensor:
+        with torch.inference_mode(False):  # a later call may be outside of it
+            size = (self.pages * self.page_size, rows[0].numel())
+            return torch.zeros(size, dtype=self.dtype, device=self.device)
 
 
 @dataclass(frozen=True)
@@ -139,7 +152,7 @@ class PagedContext:
         self.cache = cache
         self.plan = plan
         self.fresh = bool((plan.rows == plan.kv_lengths).all())  # nothing cached before: prefill
-        self.groups = [] if self.fresh else _groups(plan, cache.key.dtype)
+        self._groups: dict[int | None, list[_Group]] = {}  # by window
 
     @classmethod
     def of(cls, cache: PagedKV, plan: BatchPlan) -> PagedContext:
@@ -150,42 +163,49 @@ class PagedContext:
         return made
 
     def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
     ) -> Tensor:
-        self.cache.key[layer].index_copy_(0, self.plan.slots, key.flatten(1))
-        self.cache.value[layer].index_copy_(0, self.plan.slots, value.flatten(1))
+        self.cache.write(layer, self.plan.slots, key, value)
         if self.fresh:
-            return PackedContext(self.plan.qo_indptr.tolist())(layer, query, key, value, scaling)
+            return PackedContext(self.plan.qo_indptr.tolist())(layer, query, key, value, rule)
         kv_heads = key.shape[1]
-        if len(self.groups) == 1:
-            return self._gathered(layer, query, self.groups[0], kv_heads, scaling)
-        out = torch.empty_like(query)
-        for group in self.groups:
+        groups = self.groups(rule.window)
+        if len(groups) == 1:
+            return self._gathered(layer, query, groups[0], kv_heads, rule)
+        out = query.new_empty(*query.shape[:2], value.shape[-1])
+        for group in groups:
             rows = query.index_select(0, group.row_index)
-            out.index_copy_(
-                0, group.row_index, self._gathered(layer, rows, group, kv_heads, scaling)
-            )
+            out.index_copy_(0, group.row_index, self._gathered(layer, rows, group, kv_heads, rule))
         return out
 
+    def groups(self, window: int | None = None) -> list[_Group]:
+        """The dense batches of layers with that window, made once."""
+        longest = int(self.plan.kv_lengths.max())
+        window = None if window is None or window >= longest else window
+        if window not in self._groups:
+            self._groups[window] = _groups(self.plan, self.cache.dtype, window)
+        return self._groups[window]
+
     def _gathered(
-        self, layer: int, query_THd: Tensor, group: _Group, kv_heads: int, scaling: float
+        self, layer: int, query_THd: Tensor, group: _Group, kv_heads: int, rule: AttentionRule
     ) -> Tensor:
         batch, rows, cached = group.batch, group.rows, group.cached
         _, heads, width = query_THd.shape
         shared = heads // kv_heads
         key, value = (
-            pool[layer]
-            .index_select(0, group.slots)
-            .view(batch, cached, kv_heads, width)
-            .transpose(1, 2)
-            for pool in (self.cache.key, self.cache.value)
+            rows_Sx.view(batch, cached, kv_heads, -1).transpose(1, 2)
+            for rows_Sx in self.cache.read(layer, group.slots)
         )
         # Query heads that share a key/value head become rows of one attention: no copy of the cache per head.
         query = query_THd.view(batch, rows, kv_heads, shared, width).permute(0, 2, 3, 1, 4)
         query = query.reshape(batch, kv_heads, shared * rows, width)
-        out = attend(query, key, value, scaling, causal=False, mask=group.shared_mask(shared))
-        out = out.view(batch, kv_heads, shared, rows, width).permute(0, 3, 1, 2, 4)
-        return out.reshape(batch * rows, heads, width)
+        mask = group.shared_mask(shared)
+        if rule.softcap is None and rule.sinks is None:
+            out = attend(query, key, value, rule.scaling, causal=False, mask=mask)
+        else:
+            out = _attend_ruled(query, key, value, rule, mask)
+        out = out.view(batch, kv_heads, shared, rows, -1).permute(0, 3, 1, 2, 4)
+        return out.reshape(batch * rows, heads, -1)
 
 
 @dataclass(frozen=True)
@@ -209,9 +229,28 @@ class _Group:
         return self.masks[shared]
 
 
-def _groups(plan: BatchPlan, dtype: torch.dtype) -> list[_Group]:
+def _attend_ruled(
+    query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, mask: Tensor | None
+) -> Tensor:
+    """As `attend` with a soft cap or sinks; query [B, G, H/G * R, d], scores in float32 at least."""
+    exact = torch.promote_types(query.dtype, torch.float32)
+    scores = query.to(exact) @ key.to(exact).transpose(-1, -2) * rule.scaling
+    if rule.softcap is not None:
+        scores = soft_capped(scores, rule.softcap)
+    if mask is not None:
+        scores = scores + mask
+    if rule.sinks is None:
+        return scores.softmax(-1).to(value.dtype) @ value
+    batch, kv_heads, rows = scores.shape[:3]
+    sink_GR1 = rule.sinks.to(exact).view(kv_heads, -1, 1)
+    sink_GR1 = sink_GR1.repeat_interleave(rows // sink_GR1.shape[1], dim=1)
+    scores = torch.cat([scores, sink_GR1.expand(batch, kv_heads, rows, 1)], dim=-1)
+    return scores.softmax(-1)[..., :-1].to(value.dtype) @ value
+
+
+def _groups(plan: BatchPlan, dtype: torch.dtype, window: int | None) -> list[_Group]:
     """Split the batch: equal rows, longest cache first, a new group where padding would waste too much."""
-    lengths = plan.kv_lengths
+    lengths = plan.kv_lengths - _passed(plan, window)
     order = sorted(
         range(plan.sequences), key=lambda index: (plan.rows[index], -lengths[index], index)
     )
@@ -224,18 +263,28 @@ def _groups(plan: BatchPlan, dtype: torch.dtype) -> list[_Group]:
         members[-1].append(index)
     if len(members) == 1:
         members = [list(range(plan.sequences))]  # rows in place: nothing to reorder
-    return [_group(plan, np.asarray(group), dtype) for group in members]
+    return [_group(plan, np.asarray(group), dtype, window) for group in members]
 
 
-def _group(plan: BatchPlan, members: np.ndarray, dtype: torch.dtype) -> _Group:
+def _passed(plan: BatchPlan, window: int | None) -> np.ndarray:
+    """Cached rows of each sequence that lie before every row's window [B]."""
+    if window is None:
+        return np.zeros_like(plan.kv_lengths)
+    return np.maximum(plan.kv_lengths - plan.rows - window + 1, 0)
+
+
+def _group(plan: BatchPlan, members: np.ndarray, dtype: torch.dtype, window: int | None) -> _Group:
     rows = int(plan.rows[members[0]])
-    lengths = plan.kv_lengths[members]
-    cached = int(lengths.max())
-    column = np.arange(cached)
+    lengths, passed = plan.kv_lengths[members], _passed(plan, window)[members]
+    cached = int((lengths - passed).max())
+    column = passed[:, None] + np.arange(cached)  # [B, C]
     slots = plan.kv_page_indices[_padded_page(plan, members, column)] * plan.page_size
     slots = slots + column % plan.page_size
     # Row r of a sequence with `length` cached rows stands at position length - rows + r and sees up to itself.
-    seen = column[None, None, :] <= (lengths[:, None] - rows + np.arange(rows)[None, :])[:, :, None]
+    position = lengths[:, None] - rows + np.arange(rows)  # [B, R]
+    seen = column[:, None, :] <= position[:, :, None]
+    if window is not None:
+        seen &= column[:, None, :] > position[:, :, None] - window
     device = plan.slots.device
     mask = None
     if not seen.all():
@@ -253,10 +302,10 @@ def _group(plan: BatchPlan, members: np.ndarray, dtype: torch.dtype) -> _Group:
 
 
 def _padded_page(plan: BatchPlan, members: np.ndarray, column: np.ndarray) -> np.ndarray:
-    """Index into kv_page_indices of each member's page for each column; past the end, its last page (masked)."""
+    """Index into kv_page_indices of each member's page for its columns [B, C]; past the end, its last page (masked)."""
     begins = plan.kv_page_indptr[members, None]
     ends = plan.kv_page_indptr[members + 1, None]
-    return np.minimum(begins + column[None, :] // plan.page_size, ends - 1)
+    return np.minimum(begins + column // plan.page_size, ends - 1)
 
 
 def _indptr(counts: Sequence[int]) -> np.ndarray:

@@ -9,8 +9,11 @@ token x[p+1+s], its own last output in place of the state, at position p+s; it p
     step 0, row 1: token <asst>, state H[1] -> predicts H[2], whose logits the target used to say `yes`
     step 1, row 0: token <asst>, own output -> predicts H[2] too
 
-So a *goal* is a row g whose state the target used to utter a trained token x[g+1]; at step s the row p = g-1-s of the
-same document predicts it. Training walks over goals: one projection of the target's state serves every step.
+A model that reads no state (`ahead` = 0 in place of 1) holds token x[p] at position p and predicts x[p+1]: its output
+takes the place of H[p] itself. Its step 0 of row 2 above reads <asst> and predicts what H[2] does.
+
+So a *goal* is a row g whose state the target used to utter a trained token x[g+1]; at step s the row p = g-ahead-s of
+the same document predicts it. Training walks over goals: one projection of the target's state serves every step.
 
 Shapes: T rows, N goals, S steps, B sequences, K drafts.
 """
@@ -38,28 +41,33 @@ class Rollout:
     valid_SN: Tensor  # bool, whether the goal has such a row in its own document
 
 
-def rollout(token_T: Tensor, loss_mask_T: Tensor, offsets: Sequence[int], steps: int) -> Rollout:
+def rollout(
+    token_T: Tensor, loss_mask_T: Tensor, offsets: Sequence[int], steps: int, ahead: int = 1
+) -> Rollout:
     """Align packed documents for `steps` draft steps.
 
     Args:
         token_T: tokens of the documents, end to end.
         loss_mask_T: 1 where a token is the target's own output.
         offsets: document boundaries, from 0 to T.
+        ahead: how far a row's token is ahead of its position: `DraftHead.ahead`.
     """
     begin_T, end_T = _bounds(offsets, token_T.device)
     row_T = torch.arange(len(token_T), device=token_T.device)
-    token_ST = torch.stack([_later(token_T, row_T + 1 + step, end_T) for step in range(steps)])
+    token_ST = torch.stack([_later(token_T, row_T + ahead + step, end_T) for step in range(steps)])
     position_ST = torch.stack([row_T - begin_T + step for step in range(steps)])
     goal_N = row_T[_later(loss_mask_T, row_T + 1, end_T) > 0]
-    source_SN = torch.stack([goal_N - 1 - step for step in range(steps)])
+    source_SN = torch.stack([goal_N - ahead - step for step in range(steps)])
     valid_SN = source_SN >= begin_T[goal_N]
     return Rollout(
         token_ST, position_ST, goal_N, token_T[goal_N + 1], source_SN.clamp(min=0), valid_SN
     )
 
 
-def next_tokens(token_T: Tensor, last_row_B: Tensor, following_B: Tensor) -> Tensor:
-    """Token x[p+1] of each row of a ragged batch [T]; a sequence's last row gets the token that follows it."""
+def next_tokens(token_T: Tensor, last_row_B: Tensor, following_B: Tensor, ahead: int = 1) -> Tensor:
+    """Token x[p+ahead] of each row of a ragged batch [T]; a sequence's last row gets the token that follows it."""
+    if not ahead:
+        return token_T
     shifted = torch.roll(token_T, -1)
     shifted[last_row_B] = following_B
     return shifted
@@ -74,12 +82,17 @@ def verified_tokens(draft_BK: Tensor, accepted_B: Tensor, following_B: Tensor) -
     return padded.scatter(1, accepted_B.unsqueeze(1), following_B.unsqueeze(1))
 
 
-def answer_rows(prompt: int, length: int) -> tuple[slice, slice]:
+def draft_rows(newest: Sequence[int], drafts: int, ahead: int = 1) -> list[list[int]]:
+    """Rows of draft steps 1 .. drafts-1 of sequences whose newest tokens stand at positions `newest`: [steps][B]."""
+    return [[row + step - ahead for row in newest] for step in range(1, drafts)]
+
+
+def answer_rows(prompt: int, length: int, ahead: int = 1) -> tuple[slice, slice]:
     """Of one sequence whose answer begins at token `prompt`: the target's rows that chose the answer's tokens (the
     goals), and the head's rows that predict the same tokens at the first draft step.
     """
-    first = max(prompt - 1, 1)
-    return slice(first, length - 1), slice(first - 1, length - 2)
+    first = max(prompt - 1, ahead)
+    return slice(first, length - 1), slice(first - ahead, length - 1 - ahead)
 
 
 def _bounds(offsets: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:

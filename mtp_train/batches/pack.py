@@ -5,6 +5,7 @@ The order is a value: (seed, epoch) give it, a step number places a run in it. K
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -67,21 +68,27 @@ class Pack:
 
 
 def epoch_packs(lengths: np.ndarray, rows: int, seed: int, epoch: int) -> list[list[int]]:
-    """Sequence indices of each pack of one epoch: shuffled, then filled up to `rows`.
+    """Sequence indices of each pack of one epoch: shuffled, each put where it leaves the least room, packs shuffled.
 
     `lengths` are integers [sequences]. Every sequence is in exactly one pack; one longer than `rows` is alone in its
     pack.
     """
-    order = np.random.default_rng([seed, epoch]).permutation(len(lengths))
+    rng = np.random.default_rng([seed, epoch])
+    order = rng.permutation(len(lengths))
+    shortest = int(lengths.min()) if len(lengths) else 0
     packs: list[list[int]] = []
-    used = rows
+    rooms: list[tuple[int, int]] = []  # (room, pack), ascending: packs that can still take one
     for index, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
-        if used + length > rows:
+        place = bisect_left(rooms, (length, 0))
+        if place == len(rooms):
+            room, number = rows, len(packs)
             packs.append([])
-            used = 0
-        packs[-1].append(index)
-        used += length
-    return packs
+        else:
+            room, number = rooms.pop(place)
+        packs[number].append(index)
+        if room - length >= shortest:
+            insort(rooms, (room - length, number))
+    return [packs[number] for number in rng.permutation(len(packs)).tolist()]
 
 
 def ordered_packs(lengths: np.ndarray, rows: int) -> Iterator[list[int]]:

@@ -38,6 +38,9 @@ BEGINNINGS = (
     "init",
     "embedding_noise",
     "draft_vocabulary",
+    "path",
+    "model",
+    "source",
 )  # options that a warm start has no use for
 
 

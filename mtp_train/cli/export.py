@@ -29,7 +29,7 @@ def stage(job: Job) -> None:
 
 
 def _work(job: Job, config: ExportConfig) -> Any:
-    target = job.target()
+    target = job.target(ends=True)  # the check's forwards are the head's
     head, card = load_head(job.folder.head, target)
     figures: dict[str, Any] = {}
     if job.folder.evaluation.is_file():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from dataclasses import dataclass, field, fields
@@ -115,11 +116,11 @@ class Process:
     """What the jobs of one process share.
 
     Attributes:
-        targets: by path and dtype.
+        targets: by path, dtype and how much of it, "whole" or "ends".
         digests: of a target folder's weights and texts, by path.
     """
 
-    targets: dict[tuple[str, str], Target] = field(default_factory=dict)
+    targets: dict[tuple[str, str, str], Target] = field(default_factory=dict)
     digests: dict[str, tuple[str, list[str]]] = field(default_factory=dict)
 
     @cached_property
@@ -164,6 +165,7 @@ class Job:
             require_servable(self.folder.root)
         transformers_logging.disable_progress_bar()
         transformers_logging.set_verbosity_error()
+        logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # tells of ends only
         if self.run.threads:
             torch.set_num_threads(self.run.threads)
 
@@ -185,18 +187,32 @@ class Job:
             raise UserError("target.device must exist", wanted, "use cpu, or a machine with a GPU")
         return wanted
 
-    def target(self, dtype: str | None = None, tensor_parallel: int = 1) -> Target:
-        """The target in the configured dtype, or in another."""
+    def target(
+        self, dtype: str | None = None, tensor_parallel: int = 1, ends: bool = False
+    ) -> Target:
+        """The target in the configured dtype, or in another.
+
+        ends: its ends are enough (see models.partial); the whole one does as well where it is there already.
+        """
         values, targets = self.target_config, self.process.targets
-        wanted = (values.path, dtype or values.dtype)
+        whole = (values.path, dtype or values.dtype, "whole")
+        wanted = (*whole[:2], "ends") if ends and whole not in targets else whole
         if wanted not in targets:
             targets[wanted] = Target.load(
-                *wanted,
+                *wanted[:2],
                 device=self.device,
                 trust_remote_code=values.trust_remote_code,
                 tensor_parallel=tensor_parallel,
+                ends=ends,
             )
         return targets[wanted]
+
+    @property
+    def training_runs_target(self) -> bool:
+        """Whether training needs the whole target, rather than its ends."""
+        return bool(
+            self.config["precompute"]["live"] or self.config["train"]["online_eval"]["every"]
+        )
 
     @cached_property
     def target_inputs(self) -> dict[str, Any]:

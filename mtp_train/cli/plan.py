@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 
 from rich.console import Console
@@ -14,7 +15,10 @@ from mtp_train.cli.job import Job
 from mtp_train.cli.regenerate import asked_tokens
 from mtp_train.core.progress import say
 from mtp_train.core.records import Sizes
-from mtp_train.models.sizes import target_sizes
+from mtp_train.heads.base import DraftHead
+from mtp_train.heads.families import outline_head
+from mtp_train.models.sizes import outline, target_sizes
+from mtp_train.models.target import Target
 from mtp_train.precompute import estimate
 from mtp_train.precompute.estimate import CODEC_RATIO, PlanConfig, Workload, readable
 from mtp_train.precompute.live import CODEC
@@ -23,6 +27,7 @@ from mtp_train.precompute.stage import SPEED, PrecomputeConfig
 from mtp_train.store.corpus import Corpus
 from mtp_train.store.places import Place
 from mtp_train.train.config import TrainConfig
+from mtp_train.train.cost import train_bytes, train_flops
 
 
 def stage(job: Job) -> None:
@@ -41,7 +46,7 @@ def announce(job: Job, plan: PlanConfig, text: Mapping[str, Corpus], ranks: int)
     say(
         f"plan: {sum(load.tokens for load in loads)} tokens, {readable(outlook.need)} of features "
         f"({outlook.kept}), {outlook.free_text}"
-        + (f", about {_duration(time)}" if time is not None else "")
+        + (f", about {duration(time)}" if time is not None else "")
     )
     outlook.require_disk()
 
@@ -66,6 +71,7 @@ class Outlook:
         self.config: PrecomputeConfig = job.section("precompute", PrecomputeConfig)
         self.sizes: Sizes = target_sizes(job.target_config.path, job.target_config.dtype)
         self.states = expand_states(self.config.states, self.sizes.layers)
+        self.train: TrainConfig = job.section("train", TrainConfig)
         self.units = max(ranks // self.config.tensor_parallel, 1)
         self.places = [job.features(load.name) for load in loads]
 
@@ -117,7 +123,7 @@ class Outlook:
         console.print(self._text_table())
         console.print(self._disk_table())
         console.print(self._memory_table())
-        console.print(self._time_line())
+        console.print(self._time_lines(), soft_wrap=True)
 
     def _text_table(self) -> Table:
         table = _table("text", "set", "sequences", "tokens")
@@ -137,9 +143,17 @@ class Outlook:
         return table
 
     def _memory_table(self) -> Table:
-        table = _table("memory per rank (beside the process's own)", "stage", "part", "bytes")
-        train: TrainConfig = self.job.section("train", TrainConfig)
-        parts: dict[str, dict[str, int]] = {
+        title = f"memory per rank, computed (beside the process's own); {self.plan.ranks} ranks"
+        table = _table(title, "stage", "part", "bytes")
+        for name, values in self.memory().items():
+            for part, size in values.items():
+                table.add_row(name, part, readable(size))
+            table.add_row("", "sum", readable(sum(values.values())), end_section=True)
+        return table
+
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Bytes by stage and part."""
+        return {
             "precompute": estimate.precompute_bytes(
                 self.sizes,
                 len(self.states),
@@ -147,15 +161,48 @@ class Outlook:
                 self.config.rows_per_shard,
                 self.config.tensor_parallel,
             ),
-            f"train, packs of {train.rows} rows": estimate.train_bytes(self.sizes),
+            f"train, packs of {self.train.rows} rows": train_bytes(
+                *self._shapes,
+                self.train,
+                ranks=self.plan.ranks,
+                autocast=self.job.run.precision == "bfloat16",
+                whole=self.job.training_runs_target,
+            ),
         }
-        for name, values in parts.items():
-            for part, size in values.items():
-                table.add_row(name, part, readable(size))
-            table.add_row("", "sum", readable(sum(values.values())), end_section=True)
-        return table
 
-    def _time_line(self) -> str:
+    @cached_property
+    def _shapes(self) -> tuple[Target, DraftHead]:
+        """Target and head without storage."""
+        values = self.job.target_config
+        target = outline(values.path, values.dtype)
+        return target, outline_head(target, self.job.head_config)
+
+    def assumed_hours(self) -> dict[str, float]:
+        """Of precompute and training, by arithmetic at the speed that is assumed of a rank."""
+        tokens = sum(load.tokens for load in self.loads)
+        per_rank = self.plan.tflops * 1e12
+        return {
+            "precompute": estimate.hours(
+                tokens * estimate.precompute_flops(self.sizes), per_rank, self.plan.ranks
+            ),
+            "training": estimate.hours(
+                tokens * self.train.epochs * train_flops(*self._shapes, self.train),
+                per_rank,
+                self.plan.ranks,
+            ),
+        }
+
+    def _time_lines(self) -> str:
+        lines = [self._precompute_time()]
+        if self.plan.tflops:
+            hours = {name: duration(time) for name, time in self.assumed_hours().items()}
+            lines.append(
+                f"by arithmetic, if each of {self.plan.ranks} ranks does {self.plan.tflops:g} TFLOP/s "
+                f"(assumed): precompute {hours['precompute']}, training {hours['training']}"
+            )
+        return "\n".join(lines)
+
+    def _precompute_time(self) -> str:
         if self.config.live:
             return "the target's time: at every epoch anew, in training (precompute.live=true)"
         hours = self.hours()
@@ -165,7 +212,7 @@ class Outlook:
                 "in this run folder first"
             )
         speed = f"{self.speed():,.0f} tokens/s measured per unit, {self.units} units"
-        return f"precompute's time: about {_duration(hours)} ({speed})"
+        return f"precompute's time: about {duration(hours)} ({speed})"
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -176,5 +223,6 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _duration(hours: float) -> str:
+def duration(hours: float) -> str:
+    """Hours, or minutes where they are few."""
     return f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.0f} minutes"

@@ -17,6 +17,7 @@ from mtp_train.cli.main import dispatch, guarded
 from mtp_train.cli.run_folder import run_stage
 from mtp_train.core.provenance import file_digest
 from mtp_train.heads.families import build_head
+from mtp_train.models.target import target_hash
 from mtp_train.train.config import TrainConfig
 from mtp_train.train.loop import train
 
@@ -45,6 +46,7 @@ def fit(job: Job) -> None:
         job.target_inputs,
         job.config["precision"],
         read_card(Path(config.warm_start)).sha256 if config.warm_start else "",
+        *begun_from(head_config),
     ]
     run_stage(
         job.folder,
@@ -56,11 +58,17 @@ def fit(job: Job) -> None:
     )
 
 
+def begun_from(head_config: Any) -> list[str]:
+    """The digest of the model that a head begins as, if there is one."""
+    path = getattr(head_config, "path", "")
+    return [target_hash(path)] if path else []
+
+
 def _work(job: Job, config: TrainConfig, head_config: Any) -> Any:
     counts_V = trained_counts(job)
     out = job.folder.stage("train")
     accelerator = _accelerator(job, out)
-    target = job.target()
+    target = job.target(ends=not job.training_runs_target)
     head = (
         warm_start(Path(config.warm_start), target, head_config, counts_V)
         if config.warm_start

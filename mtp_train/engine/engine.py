@@ -10,6 +10,10 @@ A step, for sequences whose newest token x[n-1] the target has not read yet (all
     observe   the head re-runs the same rows, same plan, with the target's states; carries row n-1+a
     commit    a + 1 tokens
 
+A proposer that reads no states (`ahead` = 0: a small model of its own) observes after the commit instead, and its own
+rows: it has read all tokens but the last draft, if that was accepted, and the one that follows. So it runs over the two
+newest, d[a] and x[n+a]; the first token of a prompt, which no head sees, is part of its prefill.
+
 Shapes: T rows, B sequences, K drafts, R = K + 1 verified rows, V vocabulary.
 """
 
@@ -23,7 +27,7 @@ import torch
 from torch import Tensor
 
 from mtp_train.attention.paged import BatchPlan, PagedContext, PagedKV, plan_batch
-from mtp_train.batches.align import next_tokens, verified_tokens
+from mtp_train.batches.align import draft_rows, next_tokens, verified_tokens
 from mtp_train.core.errors import UserError
 from mtp_train.engine.clock import Clock
 from mtp_train.engine.pages import PageAllocator
@@ -86,8 +90,6 @@ class Engine:
             target.layers + self.proposer.cache_layers,
             self.pages.pages,
             self.config.page_size,
-            target.kv_heads,
-            target.head_width,
             dtype=target.dtype,
             device=target.device,
         )
@@ -266,18 +268,17 @@ class _Run:
         with self.clock("sampling"):
             first_B, _ = choose(logits_BV, self.sampling, self._random(joining))
         first_B = self._scripted(first_B.unsqueeze(1), joining).squeeze(1)
-        carry = self.proposer.observe(
-            self.engine.cache,
-            plan,
-            next_tokens(token_T, last_B, first_B),
-            states,
-            last_B,
-            self.clock,
-        )
-        if carry is not None:
-            self.carry = carry if self.carry is None else self.carry.join(carry)
         for sequence, token in zip(joining, first_B.tolist(), strict=True):
             sequence.commit([token])
+        if self.proposer.ahead:
+            next_T = next_tokens(token_T, last_B, first_B)
+            carry = self.proposer.observe(
+                self.engine.cache, plan, next_T, states, last_B, self.clock
+            )
+        else:
+            carry = self._read(joining, [0] * len(joining))
+        if carry is not None:
+            self.carry = carry if self.carry is None else self.carry.join(carry)
         self.running += joining
 
     def _step(self) -> None:
@@ -296,7 +297,7 @@ class _Run:
             logits_BRV = self.target.logits(states[self.target.state]).unflatten(0, row_BR.shape)
         with self.clock("sampling"):
             accepted_B, following_B = self._verify(row_BR[:, 1:], draft, logits_BRV)
-        if drafts:
+        if drafts and self.proposer.ahead:
             row_B = torch.arange(len(newest), device=accepted_B.device) * (drafts + 1) + accepted_B
             next_BR = verified_tokens(row_BR[:, 1:], accepted_B, following_B)
             carry = self.proposer.observe(
@@ -304,14 +305,25 @@ class _Run:
             )
             self.carry = carry if carry is None else carry.after(self.carry)
         self._commit(row_BR[:, 1:], accepted_B, following_B)
+        if not self.proposer.ahead:
+            self.carry = self._read(self.running, [len(item.tokens) - 2 for item in self.running])
         self.steps += 1
+
+    def _read(self, sequences: list[Sequence], starts: list[int]) -> Carry | None:
+        """Show the proposer the sequences' own tokens from `starts` on, the newest with them."""
+        fresh = [item.tokens[start:] for item, start in zip(sequences, starts, strict=True)]
+        plan = self._plan(sequences, starts, [len(tokens) for tokens in fresh])
+        token_T = self._tensor([token for tokens in fresh for token in tokens])
+        return self.proposer.observe(
+            self.engine.cache, plan, token_T, {}, plan.last_rows(), self.clock
+        )
 
     def _propose(self, newest: list[int]) -> Draft | None:
         if not self.proposer.drafts:
             return None
         plans = [
-            self._plan(self.running, [row + step for row in newest], [1] * len(newest))
-            for step in range(self.proposer.drafts - 1)
+            self._plan(self.running, rows, [1] * len(newest))
+            for rows in draft_rows(newest, self.proposer.drafts, self.proposer.ahead)
         ]
         return self.proposer.propose(
             self.engine.cache,

@@ -93,6 +93,7 @@ class Proposer(Protocol):
     drafts: int  # K, 0 for plain decoding
     cache_layers: int  # layers it needs in the paged cache, after the target's
     states: tuple[str, ...]  # target states that it is shown, by name
+    ahead: int  # row p reads token x[p+ahead]: 1 beside the target's state, 0 without one
 
     def observe(
         self,
@@ -103,9 +104,11 @@ class Proposer(Protocol):
         row_B: Tensor,
         clock: Clock,
     ) -> Carry | None:
-        """Run over verified rows with the target's states; carry the output of row `row_B` of each sequence.
+        """Run over rows that are new; carry the output of row `row_B` of each sequence, from which its drafts follow.
 
-        next_T: token x[p+1] of each row p. Rows past `row_B` of a sequence hold nothing yet and are overwritten.
+        A head that is one token ahead is shown verified rows with the target's states, others the newest tokens.
+
+        next_T: token x[p+ahead] of each row p. Rows past `row_B` of a sequence hold nothing yet and are overwritten.
         """
         ...
 
@@ -128,6 +131,7 @@ class NoProposer:
     drafts = 0
     cache_layers = 0
     states: tuple[str, ...] = ()
+    ahead = 1
 
     def observe(
         self,
@@ -168,6 +172,7 @@ class ChainProposer:
         self.head = head.to(target.dtype).eval().requires_grad_(False)
         self.cache_layers = head.cache_layers
         self.states = head.states
+        self.ahead = head.ahead
         self.drafts = drafts
         self.lag = min(head.depths, drafts) - 1
 
@@ -261,7 +266,8 @@ class ChainProposer:
         """The head's outputs at draft step `step`: module s keeps row p, at position p+s, in row p's slot."""
         position_T = plan.positions + min(step, self.lag)
         context = PagedContext.of(cache, plan)
-        return self.head.at(step)(self.target.embed(token_T), state_TD, position_T, context)
+        embedding_TD = self.head.embed(self.target, token_T)
+        return self.head.at(step)(embedding_TD, state_TD, position_T, context)
 
 
 def _waiting(plan: BatchPlan, next_T: Tensor, out_TD: Tensor, row_B: Tensor) -> tuple[Waiting, ...]:

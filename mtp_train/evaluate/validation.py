@@ -38,7 +38,7 @@ def _first_draft(target: Target, head: DraftHead, answer: Answer) -> Tensor:
     """KL, alpha and agreement at each row that predicts a token of the answer [3, rows].
 
     The target reads the sequence over its paged cache, the head the same rows under the same plan; the head's row p
-    and the target's row p+1 speak of the same token.
+    and the target's row p+ahead speak of the same token.
     """
     token_L = torch.tensor(answer.prompt_ids + answer.output_ids, device=target.device)
     rows = len(token_L)
@@ -47,8 +47,6 @@ def _first_draft(target: Target, head: DraftHead, answer: Answer) -> Tensor:
         target.layers + head.cache_layers,
         len(pages[0]),
         PAGE,
-        target.kv_heads,
-        target.head_width,
         dtype=target.dtype,
         device=target.device,
     )
@@ -57,9 +55,10 @@ def _first_draft(target: Target, head: DraftHead, answer: Answer) -> Tensor:
     names = tuple(dict.fromkeys((target.state, *head.states)))
     states = target.capture(token_L, plan.positions, context, names)
     state_LD = states[target.state]
-    following = next_tokens(token_L, plan.last_rows(), token_L[-1:])
-    out_LD = head(target.embed(following), head.fuse(states), plan.positions, context)
-    goals, sources = answer_rows(len(answer.prompt_ids), rows)
+    following = next_tokens(token_L, plan.last_rows(), token_L[-1:], head.ahead)
+    embedding_LD = head.embed(target, following)
+    out_LD = head(embedding_LD, head.fuse(states), plan.positions, context)
+    goals, sources = answer_rows(len(answer.prompt_ids), rows, head.ahead)
     p = torch.softmax(target.logits(state_LD[goals]).float(), dim=-1)
     log_q = torch.log_softmax(head.logits(target, out_LD[sources], 0).float(), dim=-1)
     return _compare(p, log_q, head.vocabulary)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mtp_train.core.errors import UserError
 from mtp_train.heads.base import DraftHead
+from mtp_train.heads.block import unlike_llama
 from mtp_train.heads.mtp import MtpHead
 from mtp_train.heads.native import swap_halves
 from mtp_train.models.target import Target
@@ -144,7 +145,24 @@ def not_held(config: Any) -> str:
 def block_kind(target: Target) -> str:
     """`head.block` of a head that the layout holds: the target's own class if it has the layout's tensors."""
     own = set(target.base.layers[-1].state_dict())
-    return "target" if own <= HELD else "llama"
+    return "target" if own <= HELD and not unlike_llama(target) else "llama"
+
+
+def require_target(head: MtpHead, target: Target) -> None:
+    """Refuse what engines would compute otherwise: they run a plain block and the bare lm_head."""
+    odd = unlike_llama(target) if head.config.block == "target" else []
+    if odd:
+        raise UserError(
+            "the MiMo-MTP layout holds a Llama-type block",
+            f"{target.config.model_type} with {', '.join(odd)}",
+            "train a head with head.block=llama",
+        )
+    if target.logit_softcap is not None:
+        raise UserError(
+            "the MiMo-MTP layout has no cap on logits",
+            f"{target.config.model_type} with {target.logit_softcap}",
+            "use this head in mtp_train's engine",
+        )
 
 
 def require_block(state: dict[str, Tensor]) -> None:

@@ -73,6 +73,7 @@ def export_head(
     """
     require_servable(out)
     head = mimo.require_head(head)
+    mimo.require_target(head, target)
     temporary = out.with_name(f".{out.name}.part")
     shutil.rmtree(temporary, ignore_errors=True)
     require_writable(temporary)

@@ -5,7 +5,7 @@
     logits_s = lm_head(readout(out_s, s))           of `vocabulary`, the target's lm_head or the head's own
 
 Knows no family: defaults here are those of a head that eats one state, feeds back what its lm_head reads and shares
-the target's. Shifts nothing.
+the target's. Row p of a head stands at position p and reads token x[p+ahead]. Shifts nothing.
 
 Shapes: T rows, N rows chosen from them, D hidden width, V the target's vocabulary, U the head's, S draft steps.
 """
@@ -31,6 +31,8 @@ class DraftHead(nn.Module, ABC):
         config: the family's dataclass, as the head was made: with it and the tensors, the head can be made again.
         cache_layers: decoder layers that keep keys and values.
         depths: modules; `at(s)` is module s, and the last one from step `depths` - 1 on.
+        ahead: 1 for a row of (x[p+1], H[p]), which predicts x[p+2]; 0 for a model without a state, which reads x[p] at
+            position p and predicts x[p+1].
         states: the target states that `fuse` takes.
         steps: draft steps that the head has; None is any number.
         vocabulary: int64 [U], sorted target ids that the head can draft; None is all of them.
@@ -39,6 +41,7 @@ class DraftHead(nn.Module, ABC):
     family: ClassVar[str]
     cache_layers: int = 1
     depths: int = 1
+    ahead: ClassVar[int] = 1
     vocabulary: Tensor | None
 
     def __init__(
@@ -54,6 +57,10 @@ class DraftHead(nn.Module, ABC):
         self.steps = steps
         self.register_buffer("vocabulary", vocabulary_U)
 
+    def embed(self, target: Target, token_T: Tensor) -> Tensor:
+        """Embeddings of the rows' tokens [T, D]: the target's frozen ones, or the head's own."""
+        return target.embed(token_T)
+
     def fuse(self, states: dict[str, Tensor]) -> Tensor:
         """What enters the first step in place of a state [T, D]."""
         return states[self.states[0]]
@@ -62,7 +69,7 @@ class DraftHead(nn.Module, ABC):
     def forward(
         self, embedding_TD: Tensor, state_TD: Tensor, position_T: Tensor, context: AttentionContext
     ) -> Tensor:
-        """Of rows (x[p+1], state, p): what is fed back as the next step's state [T, D]."""
+        """Of rows (x[p+ahead], state, p): what is fed back as the next step's state [T, D]."""
 
     def at(self, step: int) -> DraftHead:
         """What runs draft step `step` (from 0)."""

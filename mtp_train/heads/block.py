@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mtp_train.attention.interface import AttentionContext
 from mtp_train.core.errors import UserError
 from mtp_train.models import plain
-from mtp_train.models.target import Target
+from mtp_train.models.target import Target, by_layer_type
 
 HEAD_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 BLOCKS = ("target", "llama")  # head.block: whose classes block, RoPE and norms are of
@@ -30,11 +30,13 @@ class Rotary(nn.Module):
     def __init__(self, target: Target, kind: str = "target") -> None:
         super().__init__()
         made = plain.Rotary if kind == "llama" else type(target.base.rotary_emb)
-        self.inner = made(head_config(target, kind=kind))
+        config = head_config(target, kind=kind)
+        self.inner = made(config)
+        self.options = {"layer_type": config.layer_types[-1]} if by_layer_type(config) else {}
 
-    def forward(self, rows: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        cosine_and_sine: tuple[Tensor, Tensor] = self.inner(rows, position_ids=position)
-        return cosine_and_sine
+    def forward(self, rows: Tensor, position_ids: Tensor, **options: Any) -> Any:
+        """What the block's attention takes as its position embeddings: each class has its own form."""
+        return self.inner(rows, position_ids=position_ids, **(options or self.options))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
         kept = dict(self.inner.named_buffers())
@@ -109,7 +111,11 @@ def make_norm(target: Target, wanted: bool = True, kind: str = "target") -> nn.M
 
 
 def head_config(target: Target, depth: int = 0, kind: str = "target") -> Any:
-    """The config of a block that stands `depth` layers after the target's last one."""
+    """The config of a block that stands `depth` layers after the target's last one, and is of its type.
+
+    Where layer types differ in RoPE and window, the weights that a block begins with fit the last layer's alone; a
+    window of hundreds of tokens is wide for a draft, and costs less.
+    """
     if kind == "llama":
         return plain.plain_config(target)
     config = copy.deepcopy(target.config)
@@ -133,15 +139,25 @@ def require_same_layer(target: Target, block: nn.Module) -> None:
         *(name for name in HEAD_NORMS if _of_heads(target, theirs, name)),
     }
     odd = [name for name in theirs if name not in mine and name not in without]
-    weight_D = target.base.norm.weight.float()
-    if not torch.allclose(target.base.norm(torch.ones_like(weight_D)).float(), weight_D, rtol=0.02):
-        odd.append("a norm that does not multiply by its weight")
+    odd += unlike_llama(target)
     if odd and type(block) is not type(target.base.layers[-1]):
         raise UserError(
             "head.init=last_layer needs a target whose last layer a Llama block can hold",
             f"{target.config.model_type} with {', '.join(odd)}",
             "set head.init=random, or head.block=target",
         )
+
+
+def unlike_llama(target: Target) -> list[str]:
+    """What the target's last layer does that its tensors' names don't tell."""
+    odd = []
+    if adds_one(target.base.norm):
+        odd.append("a norm that does not multiply by its weight")
+    attention, config = target.base.layers[-1].self_attn, target.config
+    # Some classes keep the window on the layer, by its type; others read the config's in every layer.
+    if getattr(attention, "sliding_window", getattr(config, "sliding_window", None)):
+        odd.append("a sliding window")
+    return odd
 
 
 def _of_heads(target: Target, tensors: dict[str, Tensor], name: str) -> bool:
@@ -171,6 +187,22 @@ def _epsilon(norm: nn.Module) -> float:
             "choose another architecture",
         )
     return float(getattr(norm, names[0]))
+
+
+def adds_one(norm: Any) -> bool:
+    """Whether a norm multiplies by 1 + its weight, as Gemma's and Qwen3-Next's do."""
+    scale = norm(torch.ones_like(norm.weight))
+    return bool((scale - norm.weight).mean() > 0.5)
+
+
+def gain(norm: Any) -> Tensor:
+    """What a norm multiplies by, in float32 on the CPU."""
+    return norm.weight.detach().float().cpu() + int(adds_one(norm))
+
+
+@torch.no_grad()
+def set_gain(norm: Any, gain_D: Tensor) -> None:
+    norm.weight.copy_(gain_D - int(adds_one(norm)))
 
 
 def nonzero(weight_D: torch.Tensor, smallest: float = 1e-3) -> Tensor:

@@ -28,17 +28,26 @@ from mtp_train.heads.base import DraftHead
 from mtp_train.heads.block import (
     Rotary,
     float_state,
+    gain,
     make_block,
     make_norm,
     require_block,
     run_attention,
+    set_gain,
     start_linears,
 )
-from mtp_train.heads.start import last_layer_for, random_states, require_init, usual_length
+from mtp_train.heads.start import (
+    has_post_norms,
+    last_layer_for,
+    random_states,
+    require_init,
+    usual_length,
+)
 from mtp_train.heads.vocabulary import choose_vocabulary
 from mtp_train.models.target import Target, eagle3_states
 
 STATES = 3
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
 @dataclass(frozen=True)
@@ -99,7 +108,8 @@ class Eagle3Head(DraftHead):
         self.fc = nn.Linear(STATES * width, width, bias=False)
         self.hidden_norm: Any = make_norm(target, kind=config.block)
         self.block: Any = make_block(target, kind=config.block)
-        for name in ("q_proj", "k_proj", "v_proj"):
+        _require_parts(self.block)
+        for name in PROJECTIONS:
             old = getattr(self.block.self_attn, name)
             wide = nn.Linear(2 * width, old.out_features, bias=old.bias is not None)
             setattr(self.block.self_attn, name, wide)
@@ -137,6 +147,24 @@ class Eagle3Head(DraftHead):
         return self.lm_head.weight
 
 
+def _require_parts(block: Any) -> None:
+    """Refuse a layer that the equations above don't describe."""
+    missing = [name for name in PROJECTIONS if getattr(block.self_attn, name, None) is None]
+    if missing or has_post_norms(block):
+        raise UserError(
+            "an eagle3 head needs a layer with q, k and v projections and two norms",
+            f"{type(block).__name__} "
+            + (f"without {', '.join(missing)}" if missing else "with four"),
+            "set head.block=llama",
+        )
+
+
+def settle(config: Eagle3Config, target: Target, draft_vocabulary: int) -> Eagle3Config:
+    """The configuration with its states named, and a draft vocabulary of that many tokens."""
+    states = config.states or list(eagle3_states(target.layers))
+    return replace(config, states=states, draft_vocabulary=draft_vocabulary)
+
+
 def build(
     target: Target, config: Eagle3Config, seed: int = 0, counts_V: Tensor | None = None
 ) -> Eagle3Head:
@@ -147,11 +175,7 @@ def build(
     """
     size = config.draft_vocabulary
     vocabulary_U = choose_vocabulary(counts_V, size) if size else None
-    settled = replace(
-        config,
-        states=config.states or list(eagle3_states(target.layers)),
-        draft_vocabulary=0 if vocabulary_U is None else len(vocabulary_U),
-    )
+    settled = settle(config, target, 0 if vocabulary_U is None else len(vocabulary_U))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         head = Eagle3Head(target, settled)
@@ -175,16 +199,17 @@ def _begin_as_last_layer(head: Eagle3Head, target: Target) -> None:
     head.fc.weight.zero_()
     head.fc.weight[:, -width:] = torch.eye(width)
     if head.config.fc_norm:
-        head.fc_norm[-1].weight.fill_(last)
-    head.hidden_norm.weight.fill_(last)
+        set_gain(head.fc_norm[-1], last.expand(width))
+    set_gain(head.hidden_norm, last.expand(width))
+    first_D = gain(target.base.layers[-1].input_layernorm)
     for name, value in layer.items():
         mine = head.block.get_parameter(name)
         if mine.shape == value.shape:
             mine.copy_(value)
         else:
             noise = torch.randn(len(value), width) * head.config.embedding_noise / width**0.5
-            mine.copy_(torch.cat([noise, value * layer["input_layernorm.weight"] / last], dim=1))
-    head.block.input_layernorm.weight.fill_(1.0)
+            mine.copy_(torch.cat([noise, value * first_D / last], dim=1))
+    set_gain(head.block.input_layernorm, torch.ones(width))
     head.norm.load_state_dict(float_state(target.base.norm))
     rows = target.lm_head.weight.float().cpu()
     head.lm_head.weight.copy_(rows if head.vocabulary is None else rows[head.vocabulary])

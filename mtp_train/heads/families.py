@@ -9,10 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mtp_train.core.errors import UserError
-from mtp_train.heads import eagle, eagle3, medusa, mtp
+from mtp_train.heads import draft_model, eagle, eagle3, medusa, mtp
 from mtp_train.heads.base import DraftHead
 from mtp_train.models.target import Target
 
@@ -42,6 +43,11 @@ FAMILIES = {
         medusa.MedusaConfig,
         medusa.MedusaHead,
         lambda target, config, _seed, _counts: medusa.build(target, config),
+    ),
+    "draft_model": Family(
+        draft_model.DraftModelConfig,
+        draft_model.DraftModelHead,
+        lambda target, config, seed, _counts: draft_model.build(target, config, seed),
     ),
 }
 
@@ -78,3 +84,13 @@ def make_head(target: Target, settings: dict[str, Any]) -> DraftHead:
             "update mtp_train, or use another checkpoint",
         )
     return family.head(target, family.config(**settings))
+
+
+def outline_head(target: Target, config: Any) -> DraftHead:
+    """A head without storage, for a target without: shapes alone. A draft vocabulary is as large as it may be."""
+    if isinstance(config, eagle3.Eagle3Config):
+        config = eagle3.settle(config, target, min(config.draft_vocabulary, target.vocab_size))
+    if isinstance(config, draft_model.DraftModelConfig):
+        config = draft_model.settle(config)
+    with torch.device("meta"):
+        return family_of(config.family).head(target, config)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from mtp_train.core.errors import UserError
 from mtp_train.core.progress import say
+from mtp_train.heads.block import adds_one
 from mtp_train.models.target import Target
 from mtp_train.models.weights import find_tensors, read_tensors
 
@@ -169,12 +170,6 @@ def load(module: nn.Module, tensors: dict[str, Tensor], *, one_plus: bool) -> No
         if type(norm).__name__.endswith("RMSNorm") and not name.startswith(LATER):
             tensors[f"{name}.weight"] += int(one_plus) - int(adds_one(norm))
     module.load_state_dict(tensors, strict=False)  # its later modules are not among them
-
-
-def adds_one(norm: Any) -> bool:
-    """Whether a norm multiplies by 1 + its weight, as Gemma's and Qwen3-Next's do."""
-    scale = norm(torch.ones_like(norm.weight))
-    return bool((scale - norm.weight).mean() > 0.5)
 
 
 def swap_halves(weight: Tensor) -> Tensor:

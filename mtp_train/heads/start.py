@@ -6,9 +6,10 @@ length. Where a norm is left out, what it would do to typical rows goes into the
 head begins near the same function and a comparison shows the norm's worth, not that of a broken start:
 
     no hnorm        the projection's state half is diag(a / w), a = typical rms(x), in place of the identity
-    no input norm   q, k and v read x, not x / rms(x) * u: their columns take u / a
+    no input norm   q, k and v (or what they are made of) read x, not x / rms(x) * u: their columns take u / a
     no final norm   the output y must have H's length by itself: the block works on s x, s = w / typical rms(y), in
-                    place of x; what writes to the residual takes s, and the block's own norms undo it
+                    place of x; what writes to the residual (matrices, experts, or norms behind them) takes s, and
+                    the norms that read it undo it
     no q, k norms   (a Llama block for a target that has them) each head's rows of q and k take w / typical length
 
 Knows which modules it is given, no head family.
@@ -24,10 +25,20 @@ from torch import Tensor, nn
 
 from mtp_train.attention.packed import PackedContext
 from mtp_train.core.errors import UserError
-from mtp_train.heads.block import HEAD_NORMS, float_state, nonzero, require_same_layer, run_block
+from mtp_train.heads.block import (
+    HEAD_NORMS,
+    Rotary,
+    float_state,
+    gain,
+    nonzero,
+    require_same_layer,
+    run_block,
+    set_gain,
+)
 from mtp_train.models.target import POST_NORM, PRE_NORM, Target
 
 INITS = ("last_layer", "random")
+READERS = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")  # of the residual
 
 
 @dataclass(frozen=True)
@@ -60,16 +71,17 @@ def begin_as_last_layer(
     layer = last_layer_for(target, block)
     block.load_state_dict({name: layer[name] for name in block.state_dict()})
     project.weight[:, :width] = torch.randn(width, width) * noise / width**0.5
-    weight_D = nonzero(target.base.norm.weight.float().cpu())
+    weight_D = nonzero(gain(target.base.norm))
     usual = usual_lengths(target)
     scale_D = torch.ones_like(weight_D) if has(final_norm) else weight_D / usual.applied
     if has(hnorm):
         project.weight[:, width:] = torch.eye(width)
-        hnorm.weight.copy_(scale_D * usual.product / weight_D)
+        set_gain(hnorm, scale_D * usual.product / weight_D)
     else:
         project.weight[:, width:] = torch.diag(scale_D * usual.before / weight_D)
     if not has(block.input_layernorm):
-        _read_unnormed(block, layer["input_layernorm.weight"] / (scale_D * usual.before))
+        first = gain(target.base.layers[-1].input_layernorm)
+        _read_unnormed(block, first / (scale_D * usual.before))
     if has(final_norm):
         final_norm.load_state_dict(float_state(target.base.norm))
     else:
@@ -100,27 +112,52 @@ def last_layer_for(target: Target, block: nn.Module) -> dict[str, Tensor]:
     return layer
 
 
+def has_post_norms(block: Any) -> bool:
+    """Whether norms stand behind attention and mlp as well, as in Gemma-2 and 3."""
+    return hasattr(block, "post_feedforward_layernorm")
+
+
 def has(norm: Any) -> bool:
     """Whether a norm is there."""
     return not isinstance(norm, nn.Identity)
 
 
 def _read_unnormed(block: Any, column_D: Tensor) -> None:
-    attention = block.self_attn
-    for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
-        projection.weight.mul_(column_D)
+    for name in READERS:
+        projection = getattr(block.self_attn, name, None)
+        if projection is not None:
+            projection.weight.mul_(column_D)
 
 
 def _write_scaled(block: Any, scale_D: Tensor, usual: Lengths) -> None:
     """Let the block work on scale * x in place of x."""
-    for projection in (block.self_attn.o_proj, block.mlp.down_proj):
-        projection.weight.mul_(scale_D.unsqueeze(1))
-        if projection.bias is not None:
-            projection.bias.mul_(scale_D)
     undo_D = usual.after / (usual.applied * scale_D)
-    for norm in (block.input_layernorm, block.post_attention_layernorm):
-        if has(norm):
-            norm.weight.mul_(undo_D)
+    readers = [block.input_layernorm]
+    if has_post_norms(block):
+        readers.append(block.pre_feedforward_layernorm)
+        for norm in (block.post_attention_layernorm, block.post_feedforward_layernorm):
+            set_gain(norm, gain(norm) * scale_D)
+    else:
+        readers.append(block.post_attention_layernorm)
+        for matrix, bias in _writers(block):
+            matrix.mul_(scale_D.unsqueeze(1))
+            if bias is not None:
+                bias.mul_(scale_D)
+    for norm in filter(has, readers):
+        set_gain(norm, gain(norm) * undo_D)
+
+
+def _writers(block: Any) -> list[tuple[Tensor, Tensor | None]]:
+    """Matrices [D, x] or [E, D, x] that write to the residual, with their biases."""
+    linears = [block.self_attn.o_proj]
+    linears += [part for name, part in block.mlp.named_modules() if name.endswith("down_proj")]
+    found = [(linear.weight, linear.bias) for linear in linears]
+    experts = getattr(block.mlp, "experts", None)
+    if experts is not None:
+        down = experts.down_proj
+        bias = getattr(experts, "down_proj_bias", None)
+        found.append((down.transpose(1, 2) if experts.is_transposed else down, bias))
+    return found
 
 
 def usual_lengths(target: Target) -> Lengths:
@@ -129,7 +166,8 @@ def usual_lengths(target: Target) -> Lengths:
     before, after = states[PRE_NORM], states[POST_NORM]
     position_T = torch.arange(len(before), device=target.device)
     context = PackedContext([0, len(before)])
-    applied = run_block(target.base.layers[-1], target.base.rotary_emb, before, position_T, context)
+    rotary = Rotary(target).to(target.device)
+    applied = run_block(target.base.layers[-1], rotary, before, position_T, context)
     product = _lengths(before) * _lengths(after)
     return Lengths(
         usual_length(before), usual_length(after), product.median(), usual_length(applied)

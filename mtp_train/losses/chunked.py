@@ -11,7 +11,9 @@ With t the target's logits, z the head's, p and q their softmax and d = z - t, t
     tv           q (sum m q - m), m = [q < p]        nla         tv's / alpha
     lk           lambda kl's + (1 - lambda) tv's     hard_ce     q - [label]
 
-so every sum of them is a q - b p - c m q + r q d - h [label] with one number per goal for each letter.
+so every sum of them is a q - b p - c m q + r q d - h [label] with one number per goal for each letter. A target that
+caps its logits, c tanh(x / c), caps t, and z where the head shares its lm_head: the gradient by x is that by z times
+1 - (z / c)^2.
 
 Shapes: N goals, S draft steps, C goals of a chunk, B of a block, D the target's width, E the head's width (D unless its
 output matrix is its own), V vocabulary (or the part of it that the matrices hold).
@@ -53,6 +55,7 @@ def distill(
     label_N: Tensor | None = None,
     student_head: Tensor | None = None,
     lk_eta: float = 3.0,
+    softcap: float | None = None,
     measure: bool = False,
     chunk: int = CHUNK,
 ) -> LossValues:
@@ -71,9 +74,11 @@ def distill(
         label_N: int64, rows of the matrix, -1 where the label is none of them (see `label_rows`); for hard_ce.
         student_head: the head's own output matrix over the same rows, [V, E], or one per step, [S, V, E]; gradients
             flow to it, summed in float32. By default the frozen lm_head.
+        softcap: of the target's logits; a head's own output matrix has none.
         measure: compute alpha and kl too.
     """
-    plan = _Plan({name: float(value) for name, value in weights.items() if value}, lk_eta, measure)
+    chosen = {name: float(value) for name, value in weights.items() if value}
+    plan = _Plan(chosen, lk_eta, softcap, measure)
     assert plan.weights.keys() <= {*ON_DISTRIBUTION, *ON_LABELS}, plan.weights
     assert label_N is not None or "hard_ce" not in plan.weights, "hard_ce needs labels"
     if label_N is None:
@@ -99,6 +104,7 @@ class _Plan:
 
     weights: dict[str, float]
     eta: float
+    softcap: float | None
     measure: bool
 
     @property
@@ -268,12 +274,14 @@ class _Block:
 
     def __init__(self, rows: int, head_VD: Tensor, shared: bool, plan: _Plan) -> None:
         self.rows, self.plan = rows, plan
-        self.differ = (
-            shared and plan.target
-        )  # the student's come as their difference from the target's
+        self.differ = shared and plan.target  # the student's come as differences from the target's
+        self.cap = plan.softcap if shared else None  # of the student's
         self.wide = torch.promote_types(head_VD.dtype, torch.float32)
         size = (rows, len(head_VD))
-        self.buffers = [torch.empty(size, dtype=self.wide, device=head_VD.device) for _ in range(5)]
+        count = 5 if plan.softcap is None else 7
+        self.buffers = [
+            torch.empty(size, dtype=self.wide, device=head_VD.device) for _ in range(count)
+        ]
 
     def parts(self, goals: int) -> Iterator[slice]:
         """The goals of a chunk, a block at a time."""
@@ -282,14 +290,18 @@ class _Block:
 
     def teach(self, taught_BV: Tensor | None, label_B: Tensor) -> None:
         """Take in the goals of a block: the target's distribution, its negative entropy and its choice."""
-        self.taught, self.logits, self.p, self.q, self.product = (
+        self.taught, self.logits, self.p, self.q, self.product, *capping = (
             buffer[: len(label_B)] for buffer in self.buffers
         )
+        self.uncapped, self.slope = capping or (self.taught, self.product)  # no slope without a cap
         self.label_B1 = label_B.clamp(min=0).unsqueeze(1)
         self.known_B = (label_B >= 0).to(self.wide)
         if taught_BV is None:
             return
         self.taught.copy_(taught_BV)
+        if self.plan.softcap is not None:
+            self.uncapped.copy_(self.taught)
+            _cap(self.taught, self.plan.softcap)
         torch.softmax(self.taught, dim=-1, out=self.p)
         self.log_sum = _log_sum(self.taught, self.p)
         if self.plan.divergence:
@@ -301,7 +313,10 @@ class _Block:
         """Values of the terms, alpha and agreement of the block at one step, [B] each."""
         self.logits.copy_(projected_BV)
         if self.differ:  # a sum of its own: of two dtypes it would be many times slower
-            self.logits.add_(self.taught)
+            self.logits.add_(self.uncapped)
+        if self.cap is not None:
+            _cap(self.logits, self.cap)
+            torch.div(self.logits, self.cap, out=self.slope).square_().neg_().add_(1)
         torch.softmax(self.logits, dim=-1, out=self.q)
         log_sum = _log_sum(self.logits, self.q)
         found = self._divergences(log_sum) | self._overlaps()
@@ -312,7 +327,7 @@ class _Block:
             chosen = self.logits.gather(1, self.label_B1).squeeze(1)
             found["hard_ce"] = (log_sum - chosen) * self.known_B
         if self.plan.any("reverse_kl"):  # last: the gradient needs the product
-            if self.differ:
+            if self.differ and self.cap is None:
                 self.product.copy_(projected_BV)
             else:
                 torch.sub(self.logits, self.taught, out=self.product)
@@ -329,7 +344,7 @@ class _Block:
         """
         plan, q = self.plan, self.q
         if plan.plain:
-            projected_BV.copy_(q.sub_(self.p))
+            projected_BV.copy_(self._before_cap(q.sub_(self.p)))
             return
         a_B = torch.full_like(q[:, 0], plan.pull)
         if plan.any("lk"):
@@ -353,7 +368,11 @@ class _Block:
             q.add_(self.product, alpha=plan.of("reverse_kl"))  # q d, left there by `compare`
         if plan.any("hard_ce"):
             q.scatter_add_(1, self.label_B1, -h_B.unsqueeze(1))
-        projected_BV.copy_(q)
+        projected_BV.copy_(self._before_cap(q))
+
+    def _before_cap(self, gradient_BV: Tensor) -> Tensor:
+        """The gradient by the student's logits before their cap, in place."""
+        return gradient_BV if self.cap is None else gradient_BV.mul_(self.slope)
 
     def _divergences(self, log_sum_B: Tensor) -> dict[str, Tensor]:
         if not self.plan.cross:
@@ -395,3 +414,7 @@ def _cached_rows(head_VD: Tensor) -> int:
 def _log_sum(logits_BV: Tensor, softmax_BV: Tensor) -> Tensor:
     """log sum exp of the logits [B], read off their largest entry: two quick passes in place of one with exp."""
     return logits_BV.amax(-1) - softmax_BV.amax(-1).log()
+
+
+def _cap(logits_BV: Tensor, cap: float) -> None:
+    logits_BV.div_(cap).tanh_().mul_(cap)

@@ -20,6 +20,7 @@ def part_acceptance(
     head_VD: Tensor,
     student_head_UE: Tensor,
     vocabulary_U: Tensor,
+    softcap: float | None = None,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """sum over the part of min(p, q), p over the whole vocabulary [S, N]; and whether both choose the same token."""
@@ -29,6 +30,8 @@ def part_acceptance(
         teacher_CD = teacher_ND[start : start + chunk].to(head_VD.dtype)
         student_SCE = student_SNE[:, start : start + chunk].to(head_VD.dtype)
         logits_CV = (teacher_CD @ head_VD.T).float()
+        if softcap is not None:  # the target's
+            logits_CV = torch.tanh(logits_CV / softcap) * softcap
         choice_C, p_CU = logits_CV.argmax(-1), torch.softmax(logits_CV, dim=-1)[:, vocabulary_U]
         for student_CE in student_SCE:
             logits_CU = (student_CE @ own_UE.T).float()

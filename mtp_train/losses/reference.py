@@ -5,7 +5,8 @@ uses. Knows no weights and no means: every term is one value per draft step and 
 
 p is the target's distribution at a goal, q the head's, both over the rows of `head_VD` (a part of the vocabulary
 renormalises both). `student_head` is the head's own output matrix [V, E] or, one per draft step, [S, V, E]; without
-it the head shares the target's.
+it the head shares the target's. `softcap` is that of the target's logits, c tanh(x / c); it belongs to the target's
+lm_head, and so to the head's logits where that is shared.
 
 Shapes: N goals, S draft steps, D the target's width, E the head's width (D unless its output matrix is its own),
 V vocabulary.
@@ -40,49 +41,73 @@ def cosine(student_SND: Tensor, teacher_ND: Tensor) -> Tensor:
 
 
 def kl(
-    student_SNE: Tensor, teacher_ND: Tensor, head_VD: Tensor, student_head: Tensor | None = None
+    student_SNE: Tensor,
+    teacher_ND: Tensor,
+    head_VD: Tensor,
+    student_head: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """KL(p || q) per step and goal [S, N]."""
-    log_p, log_q = log_probabilities(student_SNE, teacher_ND, head_VD, student_head)
+    log_p, log_q = log_probabilities(student_SNE, teacher_ND, head_VD, student_head, softcap)
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
 def reverse_kl(
-    student_SNE: Tensor, teacher_ND: Tensor, head_VD: Tensor, student_head: Tensor | None = None
+    student_SNE: Tensor,
+    teacher_ND: Tensor,
+    head_VD: Tensor,
+    student_head: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """KL(q || p) per step and goal [S, N]."""
-    log_p, log_q = log_probabilities(student_SNE, teacher_ND, head_VD, student_head)
+    log_p, log_q = log_probabilities(student_SNE, teacher_ND, head_VD, student_head, softcap)
     return (log_q.exp() * (log_q - log_p)).sum(-1)
 
 
 def soft_ce(
-    student_SNE: Tensor, teacher_ND: Tensor, head_VD: Tensor, student_head: Tensor | None = None
+    student_SNE: Tensor,
+    teacher_ND: Tensor,
+    head_VD: Tensor,
+    student_head: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Cross-entropy -sum_x p log q per step and goal [S, N]: KL plus the entropy of p, with KL's gradient."""
-    log_p, log_q = log_probabilities(student_SNE, teacher_ND, head_VD, student_head)
+    log_p, log_q = log_probabilities(student_SNE, teacher_ND, head_VD, student_head, softcap)
     return -(log_p.exp() * log_q).sum(-1)
 
 
 def alpha(
-    student_SNE: Tensor, teacher_ND: Tensor, head_VD: Tensor, student_head: Tensor | None = None
+    student_SNE: Tensor,
+    teacher_ND: Tensor,
+    head_VD: Tensor,
+    student_head: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Chance of acceptance under sampling, sum_x min(p(x), q(x)), per step and goal [S, N]."""
-    log_p, log_q = log_probabilities(student_SNE, teacher_ND, head_VD, student_head)
+    log_p, log_q = log_probabilities(student_SNE, teacher_ND, head_VD, student_head, softcap)
     return torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
 
 
 def tv(
-    student_SNE: Tensor, teacher_ND: Tensor, head_VD: Tensor, student_head: Tensor | None = None
+    student_SNE: Tensor,
+    teacher_ND: Tensor,
+    head_VD: Tensor,
+    student_head: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Total variation 1 - alpha per step and goal [S, N]."""
-    return 1 - alpha(student_SNE, teacher_ND, head_VD, student_head)
+    return 1 - alpha(student_SNE, teacher_ND, head_VD, student_head, softcap)
 
 
 def nla(
-    student_SNE: Tensor, teacher_ND: Tensor, head_VD: Tensor, student_head: Tensor | None = None
+    student_SNE: Tensor,
+    teacher_ND: Tensor,
+    head_VD: Tensor,
+    student_head: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """-log alpha per step and goal [S, N] (the likelihood form of LK losses, arXiv 2602.23881)."""
-    overlap = alpha(student_SNE, teacher_ND, head_VD, student_head)
+    overlap = alpha(student_SNE, teacher_ND, head_VD, student_head, softcap)
     return -overlap.clamp(min=torch.finfo(overlap.dtype).tiny).log()
 
 
@@ -91,6 +116,7 @@ def lk(
     teacher_ND: Tensor,
     head_VD: Tensor,
     student_head: Tensor | None = None,
+    softcap: float | None = None,
     *,
     eta: float = 3.0,
 ) -> Tensor:
@@ -99,7 +125,7 @@ def lk(
     The LK hybrid of arXiv 2602.23881 (its best eta is 3). There lambda is one number per draft step, from alpha's mean
     over the batch; here each goal has its own, so that neither packing nor the number of ranks changes the loss.
     """
-    of = (student_SNE, teacher_ND, head_VD, student_head)
+    of = (student_SNE, teacher_ND, head_VD, student_head, softcap)
     blend = torch.exp(-eta * alpha(*of).detach())
     return blend * kl(*of) + (1 - blend) * tv(*of)
 
@@ -108,10 +134,14 @@ def lk(
 
 
 def hard_ce(
-    student_SNE: Tensor, head_VD: Tensor, label_N: Tensor, student_head: Tensor | None = None
+    student_SNE: Tensor,
+    head_VD: Tensor,
+    label_N: Tensor,
+    student_head: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """-log q(label) per step and goal [S, N]; labels are rows of the head's matrix, 0 where the label is -1."""
-    log_q = torch.log_softmax(_logits(student_SNE, head_VD, student_head), dim=-1)
+    log_q = torch.log_softmax(_logits(student_SNE, head_VD, student_head, softcap), dim=-1)
     index_SN1 = label_N.clamp(min=0).expand(student_SNE.shape[:2]).unsqueeze(-1)
     return -log_q.gather(-1, index_SN1).squeeze(-1) * (label_N >= 0)
 
@@ -120,21 +150,36 @@ def hard_ce(
 
 
 def agreement(
-    student_SNE: Tensor, teacher_ND: Tensor, head_VD: Tensor, student_head: Tensor | None = None
+    student_SNE: Tensor,
+    teacher_ND: Tensor,
+    head_VD: Tensor,
+    student_head: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Whether head and target choose the same token, per step and goal [S, N]."""
-    chosen = _logits(student_SNE, head_VD, student_head).argmax(-1)
-    return chosen == (teacher_ND @ head_VD.T).argmax(-1)
+    chosen = _logits(student_SNE, head_VD, student_head, softcap).argmax(-1)
+    return chosen == _capped(teacher_ND @ head_VD.T, softcap).argmax(-1)
 
 
 def log_probabilities(
-    student_SNE: Tensor, teacher_ND: Tensor, head_VD: Tensor, student_head: Tensor | None = None
+    student_SNE: Tensor,
+    teacher_ND: Tensor,
+    head_VD: Tensor,
+    student_head: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log p [N, V] and log q [S, N, V]."""
-    log_p = torch.log_softmax(teacher_ND @ head_VD.T, dim=-1)
-    return log_p, torch.log_softmax(_logits(student_SNE, head_VD, student_head), dim=-1)
+    log_p = torch.log_softmax(_capped(teacher_ND @ head_VD.T, softcap), dim=-1)
+    return log_p, torch.log_softmax(_logits(student_SNE, head_VD, student_head, softcap), dim=-1)
 
 
-def _logits(student_SNE: Tensor, head_VD: Tensor, student_head: Tensor | None) -> Tensor:
-    matrix = head_VD if student_head is None else student_head
-    return student_SNE @ matrix.mT
+def _logits(
+    student_SNE: Tensor, head_VD: Tensor, student_head: Tensor | None, softcap: float | None
+) -> Tensor:
+    if student_head is not None:
+        return student_SNE @ student_head.mT
+    return _capped(student_SNE @ head_VD.mT, softcap)
+
+
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)

@@ -100,6 +100,7 @@ def weighted_loss(
     weight_SN: Tensor,
     label_N: Tensor | None = None,
     student_head: Tensor | None = None,
+    softcap: float | None = None,
     measure: bool = False,
     chunk: int = CHUNK,
 ) -> LossValues:
@@ -116,6 +117,7 @@ def weighted_loss(
         label_N=label_N,
         student_head=student_head,
         lk_eta=config.lk_eta,
+        softcap=softcap,
         measure=measure,
         chunk=chunk,
     )

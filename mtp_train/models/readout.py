@@ -17,7 +17,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from mtp_train.core.errors import UserError
-from mtp_train.models.target import require_dtype, require_model_folder, target_hash
+from mtp_train.models.target import (
+    capped_logits,
+    require_dtype,
+    require_model_folder,
+    target_hash,
+)
 
 INDEX = "model.safetensors.index.json"
 
@@ -63,7 +68,7 @@ class Readout:
         return cast(Tensor, self.norm(pre_norm_TD))
 
     def logits(self, post_norm_TD: Tensor) -> Tensor:
-        return post_norm_TD @ self.lm_head_VD.T
+        return capped_logits(post_norm_TD @ self.lm_head_VD.T, self.config)
 
 
 def read_tensor(folder: Path, name: str) -> Tensor:

@@ -8,22 +8,15 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from mtp_train.attention import interface
 from mtp_train.core.errors import UserError
 from mtp_train.core.records import Sizes
+from mtp_train.models.target import Target, require_dtype
 
 
 def target_sizes(path: str | Path, dtype: str, *, trust_remote_code: bool = False) -> Sizes:
     """Counted on a model without storage."""
-    folder = Path(path)
-    if not (folder / "config.json").is_file():
-        raise UserError(
-            "target.path must be a model folder with config.json",
-            folder,
-            "download it there, the weights can wait",
-        )
-    config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    model, config = _model(path, trust_remote_code)
     return Sizes(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         hidden=config.hidden_size,
@@ -32,3 +25,29 @@ def target_sizes(path: str | Path, dtype: str, *, trust_remote_code: bool = Fals
         vocabulary=config.vocab_size,
         dtype=dtype,
     )
+
+
+def outline(path: str | Path, dtype: str, *, trust_remote_code: bool = False) -> Target:
+    """The target without storage: shapes, from its config alone."""
+    model, _ = _model(path, trust_remote_code)
+    return Target(model.to(require_dtype(dtype)))
+
+
+def folder_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """The config in a model folder, whose weights need not be there."""
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            "a model folder must hold config.json",
+            folder,
+            "download it there, the weights can wait",
+        )
+    return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+
+
+def _model(path: str | Path, trust_remote_code: bool) -> tuple[Any, Any]:
+    config: Any = folder_config(path, trust_remote_code=trust_remote_code)
+    config._attn_implementation = interface.register()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return model, config

@@ -8,6 +8,7 @@ Shapes: T rows, D hidden width, V vocabulary.
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,8 +32,21 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from mtp_train.attention import interface
 from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import folder_digest
+from mtp_train.models.partial import ends_only
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+MODEL_TYPES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "deepseek_v2",
+    "deepseek_v3",
+    "mixtral",
+    "gpt_oss",
+)
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
@@ -68,18 +82,25 @@ class Target:
         device: str = "cpu",
         trust_remote_code: bool = False,
         tensor_parallel: int = 1,
+        ends: bool = False,
     ) -> Target:
         """Load from a local folder of safetensors.
 
         Args:
             dtype: one of `DTYPES`; bfloat16 is what engines serve, float32 is for exact comparisons.
             tensor_parallel: ranks of this process's group that hold the target together, by transformers' own plan.
+            ends: keep only what training on stored states needs; a forward then reads the layers from the files (see
+                `partial`).
         """
         folder = require_model_folder(path)
         name, wanted = interface.register(), require_dtype(dtype)
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            require_architecture(config)
             spread = _spread(config, tensor_parallel) if tensor_parallel > 1 else {}
+            if ends:
+                places = ends_only(config, device, trust_remote_code=trust_remote_code)
+                spread = {"device_map": places} if places else {}
             model = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
@@ -105,6 +126,7 @@ class Target:
         cls, config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32
     ) -> Target:
         """A randomly initialised target: toy models for exact arithmetic."""
+        require_architecture(config)
         config = copy.deepcopy(config)
         config._attn_implementation = interface.register()
         with torch.random.fork_rng():
@@ -157,17 +179,25 @@ class Target:
                 hook.remove()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """lm_head of post-norm states: [..., D] -> [..., V]."""
-        return self.lm_head(hidden)
+        """lm_head of post-norm states, capped where the target caps its logits: [..., D] -> [..., V]."""
+        return capped_logits(self.lm_head(hidden), self.config)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[...] -> [..., D]."""
+        """What the first decoder layer gets: [...] -> [..., D].
+
+        Gemma's rows are sqrt(D) times those of its matrix, here and in serving engines, whose draft heads embed through
+        the target as well.
+        """
         return self.base.get_input_embeddings()(tokens)
 
     @property
     def lm_head(self) -> nn.Linear:
         head: nn.Linear = cast(Any, self.model).get_output_embeddings()
         return head
+
+    @property
+    def logit_softcap(self) -> float | None:
+        return logit_softcap(self.config)
 
     @property
     def hidden_size(self) -> int:
@@ -188,8 +218,10 @@ class Target:
 
     @property
     def head_width(self) -> int:
+        """Of a key; latent attention's values are narrower."""
         return int(
-            getattr(self.config, "head_dim", None)
+            getattr(self.config, "qk_head_dim", None)
+            or getattr(self.config, "head_dim", None)
             or self.hidden_size // self.config.num_attention_heads
         )
 
@@ -211,6 +243,34 @@ class Target:
         return target_hash(self.path) if self.path else "unsaved"
 
 
+def config_values(config: PreTrainedConfig) -> dict[str, Any]:
+    """A model's config as plain JSON values; `config_of` makes it again."""
+    values: dict[str, Any] = json.loads(config.to_json_string())
+    return values
+
+
+def config_of(values: dict[str, Any]) -> PreTrainedConfig:
+    """The config of `config_values`."""
+    rest = {name: value for name, value in values.items() if name != "model_type"}
+    return AutoConfig.for_model(values["model_type"], **rest)
+
+
+def require_same_tokens(path: str | Path, other: str | Path) -> None:
+    """Raise unless two model folders' tokenizers give every text the same ids."""
+    known, found = (load_tokenizer(folder).get_vocab() for folder in (path, other))
+    differ = [
+        f"{token!r} {found.get(token)} for {known.get(token)}"
+        for token in sorted(known.keys() | found.keys())
+        if known.get(token) != found.get(token)
+    ]
+    if differ:
+        raise UserError(
+            "a draft model must have the target's vocabulary, every token with its id",
+            f"{other} with {len(differ)} others: {', '.join(differ[:3])}",
+            "choose a model of the target's family",
+        )
+
+
 def require_architecture(config: PreTrainedConfig) -> None:
     """Refuse what the forward, the head or the export would compute wrongly."""
     if config.model_type not in MODEL_TYPES:
@@ -219,13 +279,43 @@ def require_architecture(config: PreTrainedConfig) -> None:
             config.model_type,
             "choose another target",
         )
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope not in ROPE_TYPES:
+    for rope in rope_sets(config):
+        kind = rope.get("rope_type", "default")
+        if kind not in ROPE_TYPES:
+            raise UserError(
+                "a target's RoPE must not depend on the batch's length: " + ", ".join(ROPE_TYPES),
+                kind,
+                "choose another target",
+            )
+    if getattr(config, "use_bidirectional_attention", None):
         raise UserError(
-            "a target's RoPE must not depend on the batch's length: " + ", ".join(ROPE_TYPES),
-            rope,
+            "a target must read from left to right",
+            f"{config.model_type} with use_bidirectional_attention",
             "choose another target",
         )
+
+
+def rope_sets(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """The RoPE parameters of a target: one set, or one per layer type."""
+    found = getattr(config, "rope_parameters", None) or {}
+    return list(found.values()) if by_layer_type(config) else [found]
+
+
+def by_layer_type(config: PreTrainedConfig) -> bool:
+    """Whether layers of different types turn differently."""
+    found = getattr(config, "rope_parameters", None) or {}
+    return bool(found) and all(isinstance(value, dict) for value in found.values())
+
+
+def logit_softcap(config: PreTrainedConfig) -> float | None:
+    cap = getattr(config, "final_logit_softcapping", None)
+    return None if cap is None else float(cap)
+
+
+def capped_logits(logits: Tensor, config: PreTrainedConfig) -> Tensor:
+    """What the target makes of its lm_head's output."""
+    cap = logit_softcap(config)
+    return logits if cap is None else interface.soft_capped(logits, cap)
 
 
 def layer_of(state: str, layers: int) -> int:

@@ -19,9 +19,6 @@ INDEX = 4 + 4 + 8  # bytes per sequence: two lengths in the index, an offset in 
 # Of the raw bytes: lossless as measured on SmolLM2's post-norm states, without repeated beginnings (docs/benchmarks);
 # fp8 by construction.
 CODEC_RATIO = {"raw": 1.0, "lossless": 0.67, "fp8": 0.5}
-ADAM = 4 * 4  # float32 parameter, gradient and two moments
-LOSS_BUFFERS = 6  # [chunk, V] in float32 at a time
-LOSS_CHUNK = 256
 
 
 @dataclass(frozen=True)
@@ -32,19 +29,21 @@ class PlanConfig:
         tokens: of the training set, where its text is not at hand (0: count the text).
         ranks: that will share the work.
         tokens_per_second: of one unit, as you measured it (0: what an earlier precompute of this run measured).
+        tflops: sustained by one rank, in 10^12 a second; an assumption, for hours before anything is measured.
         allow_shortfall: go on even if the features won't fit on the disk.
     """
 
     tokens: int = 0
     ranks: int = 1
     tokens_per_second: float = 0.0
+    tflops: float = 0.0
     allow_shortfall: bool = False
 
     def __post_init__(self) -> None:
-        if self.tokens < 0 or self.tokens_per_second < 0 or self.ranks < 1:
+        if min(self.tokens, self.tokens_per_second, self.tflops) < 0 or self.ranks < 1:
             raise UserError(
-                "plan.tokens and tokens_per_second must be 0 or more, plan.ranks 1 or more",
-                (self.tokens, self.tokens_per_second, self.ranks),
+                "plan.tokens, tokens_per_second and tflops must be 0 or more, plan.ranks 1 or more",
+                (self.tokens, self.tokens_per_second, self.tflops, self.ranks),
                 "correct the override",
             )
 
@@ -78,14 +77,9 @@ def precompute_bytes(
     }
 
 
-def train_bytes(sizes: Sizes) -> dict[str, int]:
-    """Memory of one rank, by part; activations of the pack come on top."""
-    head = sizes.block_parameters + 2 * sizes.hidden**2
-    return {
-        "target": sizes.parameters * sizes.width,
-        "head and optimiser": head * ADAM,
-        "loss buffers": LOSS_BUFFERS * LOSS_CHUNK * sizes.vocabulary * 4,
-    }
+def precompute_flops(sizes: Sizes) -> int:
+    """Of one token's matrix products through the target; attention's own are left out, every expert is counted."""
+    return 2 * (sizes.parameters - sizes.vocabulary * sizes.hidden)
 
 
 def hours(tokens: int, tokens_per_second: float, units: int) -> float:

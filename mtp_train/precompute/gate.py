@@ -117,8 +117,6 @@ def paged_states(
         target.layers,
         pages[-1][-1] + 1,
         PAGE,
-        target.kv_heads,
-        target.head_width,
         dtype=target.dtype,
         device=target.device,
     )

@@ -11,22 +11,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from accelerate import DistributedType
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
-from mtp_train.core.errors import UserError
 from mtp_train.heads.base import DraftHead
-
-
-def require_whole_parameters(kind: DistributedType) -> None:
-    """Refuse an average of parameters that a rank holds but a part of."""
-    if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED):
-        raise UserError(
-            "train.ema needs whole parameters on every rank: one process, or DDP",
-            kind.value,
-            "set train.ema=0, or launch with DDP",
-        )
 
 
 def make_average(head: DraftHead, decay: float) -> AveragedModel:

@@ -10,6 +10,8 @@ from mtp_train.train.online import OnlineConfig
 
 KEEPS = ("last", "best")
 
+STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -19,6 +21,7 @@ class TrainConfig:
         epochs: passes over the features.
         rows: row budget of one pack (a micro-batch on one rank).
         accumulation: packs per rank and optimiser step.
+        parallel: how several ranks share the head (`train.parallel`): ddp, fsdp2, zero1, zero2 or zero3.
         rollout_steps: draft steps trained: step 1 on the target's states, later ones on the head's own.
         step_weights, decay: geometric (each step `decay` times the one before it), fastmtp or uniform.
         loss: weights of loss terms by name (`losses.terms.TERMS`); 0 is off.
@@ -41,6 +44,7 @@ class TrainConfig:
     epochs: int = 3
     rows: int = 512
     accumulation: int = 1
+    parallel: str = "ddp"
     rollout_steps: int = 3
     step_weights: str = "geometric"
     decay: float = 0.7
@@ -75,6 +79,9 @@ class TrainConfig:
         ):
             if getattr(self, name) < 1:
                 raise UserError(f"train.{name} must be 1 or more", getattr(self, name), "raise it")
+        if self.parallel not in STRATEGIES:
+            choices = ", ".join(STRATEGIES)
+            raise UserError(f"train.parallel must be one of {choices}", self.parallel, "choose one")
         if self.learning_rate <= 0 or self.clip <= 0 or self.loss_vocabulary < 0:
             values = {
                 key: getattr(self, key) for key in ("learning_rate", "clip", "loss_vocabulary")

@@ -1,7 +1,8 @@
 """The training loop: the same windows of packs on any number of ranks, exact resume, curves on disk.
 
-Everything that decides a step is a pure function of its number (order, learning rate, noise), so a checkpoint holds
-parameters, their average, Adam's moments and the step: nothing else. Loss is a mean over the global goals of a window.
+Everything that decides a step is a pure function of its number and of how many packs are done (order, learning rate,
+noise), so a checkpoint holds parameters, their average, Adam's moments and that position: nothing else, and no number
+of ranks. Loss is a mean over the global goals of a window.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -26,15 +26,16 @@ from mtp_train.heads.base import DraftHead
 from mtp_train.losses.weights import denominator
 from mtp_train.models.target import Target
 from mtp_train.store.shards import FeatureStore
-from mtp_train.train.average import make_average, require_whole_parameters
+from mtp_train.train.average import make_average
 from mtp_train.train.best import BEST, forget_best, keep_best
 from mtp_train.train.config import TrainConfig
 from mtp_train.train.guard import PackReport, alarm, exploded, report
 from mtp_train.train.metrics import ValidationSums
 from mtp_train.train.noise import noisy_states
 from mtp_train.train.online import figures, held_out_requests, measure
-from mtp_train.train.optim import learning_rate, make_optimizer
-from mtp_train.train.order import Window, epoch_windows
+from mtp_train.train.optim import learning_rate
+from mtp_train.train.order import Order, Position, Window, sequence_costs
+from mtp_train.train.parallel import make_strategy
 from mtp_train.train.state import Progress, load_state, save_state
 from mtp_train.train.step import RolloutModule
 
@@ -69,7 +70,7 @@ class _Trainer:
         config: TrainConfig,
         accelerator: Accelerator,
         out: Path,
-        stop: frozenset[int],
+        stop: frozenset[int] = frozenset(),
     ) -> None:
         for store in (features, held_out):
             contract = store.manifest.contract
@@ -84,15 +85,6 @@ class _Trainer:
                 )
         self.target, self.head, self.features, self.held_out = target, head, features, held_out
         self.config, self.accelerator, self.out = config, accelerator, out
-        ranks = accelerator.process_index, accelerator.num_processes
-        self.epoch_windows = [
-            epoch_windows(features.lengths(), features.loss_tokens(), config, epoch, *ranks)
-            for epoch in range(config.epochs)
-        ]
-        self.total = sum(len(windows) for windows in self.epoch_windows)
-        optimizer = make_optimizer(
-            head, config.learning_rate, (config.beta1, config.beta2), config.weight_decay
-        )
         self._require_fit()
         self.requests = (
             held_out_requests(held_out, config.online_eval, stop, target.max_positions)
@@ -100,25 +92,31 @@ class _Trainer:
             else []
         )
         self.average = make_average(head, config.ema) if config.ema else None
-        # what is measured and kept: the average of the weights where there is one
-        self.served = cast(DraftHead, self.average.module) if self.average else head
         vocabulary = self._vocabulary() if config.loss_vocabulary else None
-        # unwrapped: validates without other ranks
         self.own = RolloutModule(head, target, vocabulary, config.losses())
-        self.measured = (
-            RolloutModule(self.served, target, None, config.losses()) if self.average else self.own
-        )
-        self.module, self.optimizer = accelerator.prepare(self.own, optimizer)
-        self.raw_optimizer: torch.optim.Optimizer = getattr(
-            self.optimizer, "optimizer", self.optimizer
-        )
+        counts = features.lengths(), features.loss_tokens()
+        costs = sequence_costs(*counts, target.hidden_size, target.vocab_size)
+        self.order = Order(*counts, config, costs)
+        self.done = 0  # packs
         self.step = 0
         self.curves: list[dict[str, Any]] = []
+        saved = self._resume()  # into the head, before ranks share it
+        self.strategy = make_strategy(self.own, config, accelerator)
+        # what is measured and kept, inside `strategy.whole()`: the average of the weights where there is one
+        self.served = (
+            cast(DraftHead, self.average.module) if self.average else self.strategy.readable
+        )
+        # unwrapped: validates without other ranks
+        self.measured = RolloutModule(self.served, target, None, config.losses())
+        if saved is not None:
+            self.strategy.load_optimizer(saved)
+        ranks = accelerator.process_index, accelerator.num_processes
+        self.windows = self.order.windows(self.order.position(self.done), *ranks)
+        self.total = self.step + len(self.windows)
 
     def run(self) -> HeadCard:
-        self._resume()
-        validate_at = _marks(self.total, self.config.validations)
-        save_at = _marks(self.total, self.config.checkpoints)
+        validate_at = _marks(self.order.total, self.config.validations)
+        save_at = _marks(self.order.total, self.config.checkpoints)
         if self.total <= self.config.warmup_steps and self.accelerator.is_main_process:
             steps = f"{self.total} steps, {self.config.warmup_steps} of them warm-up"
             say(f"train: only {steps}: this head will hardly have learnt anything")
@@ -127,10 +125,11 @@ class _Trainer:
         with progress(
             self.total, "train", "step", initial=self.step, shown=self.accelerator.is_main_process
         ) as bar:
-            for window in self._remaining():
+            for window in self.windows:
                 started = time.perf_counter()
                 loss, norm, rate = self._optimize(window)
                 self.step += 1
+                self.done = window.end
                 self._log(
                     {
                         "step": self.step,
@@ -142,19 +141,17 @@ class _Trainer:
                 )
                 bar.update()
                 bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-                if self.step in validate_at:
+                if _passes(window, validate_at):
                     self._validate()
                 if self.config.online_eval.due(self.step, self.total):
                     self._measure()
-                if self.step in save_at:
+                if _passes(window, save_at):
                     self._checkpoint()
         return self._finish()
 
     def _require_fit(self) -> None:
         """Refuse a configuration that this head can't be trained with."""
         head, config = self.head, self.config
-        if config.ema:
-            require_whole_parameters(self.accelerator.distributed_type)
         drafts = config.online_eval.drafts
         if config.online_eval.every and head.steps is not None and drafts > head.steps:
             rule = f"train.online_eval.drafts must be at most {head.steps}, the steps of this {head.family} head"
@@ -177,44 +174,43 @@ class _Trainer:
             say(f"train: the loss sees {len(chosen)} tokens, {share:.2%} of the text")
         return chosen.sort().values.to(self.target.device)
 
-    def _remaining(self) -> Iterator[Window]:
-        windows = [window for epoch in self.epoch_windows for window in epoch]
-        yield from windows[self.step :]
-
     # --- one step ---------------------------------------------------------------------------------------------
 
     def _optimize(self, window: Window) -> tuple[float, float, float]:
         config = self.config
-        rate = learning_rate(self.step, self.total, config.learning_rate, config.warmup_steps)
-        for group in self.raw_optimizer.param_groups:
+        rate = self._learning_rate(window)
+        for group in self.strategy.groups:
             group["lr"] = rate
         total = torch.zeros((), device=self.target.device)
         losses = []
-        for indices, weight in window.packs:
+        for number, (indices, weight) in enumerate(window.packs, start=1):
             pack = load_pack(self.features, indices, self.target.device)
             noise = (pack, config.feature_noise, config.seed, self.step)
             inputs = noisy_states(*noise) if config.feature_noise else None
-            with self.accelerator.autocast():
-                result = self.module(pack, config.rollout_steps, inputs=inputs)
-            losses.append(result.values.loss.detach())
-            loss = weight * result.values.loss / max(window.goals, 1)
-            # DDP averages gradients over ranks; the window's mean is over goals, so undo the average.
-            self.accelerator.backward(loss * self.accelerator.num_processes)
-            total += loss.detach()
+            scale, last = weight / max(window.goals, 1), number == len(window.packs)
+            loss = self.strategy.accumulate(scale, last, pack, config.rollout_steps, inputs=inputs)
+            losses.append(loss)
+            total += scale * loss
         value = float(self.accelerator.reduce(total, "sum"))
         if not math.isfinite(value) or exploded(value, self.curves, config.explode):
             raise self._alarm(f"loss {value:.4g}", window, losses)
-        norm = float(self.accelerator.clip_grad_norm_(self.module.parameters(), config.clip))
+        norm = self.strategy.clip()
         if not math.isfinite(norm):
             raise self._alarm(f"loss {value:.4g}, gradient norm {norm}", window, losses)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.strategy.step()
         if self.average:
-            self.average.update_parameters(self.head)
+            with self.strategy.whole():
+                self.average.update_parameters(self.strategy.readable)
         return value, norm, rate
 
+    def _learning_rate(self, window: Window) -> float:
+        """A function of the packs that are done, counted in steps of as many ranks as there are now."""
+        per_step = self.config.accumulation * self.accelerator.num_processes
+        steps = window.begin / per_step, self.order.total / per_step
+        return learning_rate(*steps, self.config.learning_rate, self.config.warmup_steps)
+
     def _alarm(self, what: str, window: Window, losses: list[torch.Tensor]) -> UserError:
-        """What was wrong with this step, from all ranks; nothing was stepped."""
+        """What was wrong with this step, from all ranks; nothing was stepped but by ZeRO, whose clipping is a step."""
         counts, rank = self.features.loss_tokens(), self.accelerator.process_index
         mine = []
         for (indices, weight), value in zip(window.packs, losses, strict=True):
@@ -231,15 +227,11 @@ class _Trainer:
         self.measured.eval()
         sums = ValidationSums(self.config.rollout_steps, tuple(self.config.losses().enabled()))
         packs = list(ordered_packs(self.held_out.lengths(), max(self.config.rows, 2048)))
-        for indices in packs[self.accelerator.process_index :: self.accelerator.num_processes]:
-            with self.accelerator.autocast():
-                sums.add(
-                    self.measured(
-                        load_pack(self.held_out, indices, self.target.device),
-                        self.config.rollout_steps,
-                        measure=True,
-                    )
-                )
+        mine = packs[self.accelerator.process_index :: self.accelerator.num_processes]
+        with self.strategy.whole(), self.accelerator.autocast():
+            for indices in mine:
+                pack = load_pack(self.held_out, indices, self.target.device)
+                sums.add(self.measured(pack, self.config.rollout_steps, measure=True))
         self.measured.train()
         sums.reduce(lambda sums: self.accelerator.reduce(sums.to(self.target.device), "sum"))
         summary = sums.summary()
@@ -257,11 +249,14 @@ class _Trainer:
         """Acceptance through the engine; every rank its share of prompts. The best head so far is kept."""
         config, accelerator = self.config.online_eval, self.accelerator
         mine = self.requests[accelerator.process_index :: accelerator.num_processes]
-        counts = measure(self.target, self.served, mine, config).to(self.target.device)
-        found = figures(accelerator.reduce(counts, "sum"))
-        self._log({"step": self.step, "online": found})
+        best = False
+        with self.strategy.whole():
+            counts = measure(self.target, self.served, mine, config).to(self.target.device)
+            found = figures(accelerator.reduce(counts, "sum"))
+            self._log({"step": self.step, "online": found})
+            if accelerator.is_main_process:
+                best = keep_best(self.out, self.served, self._card())
         if accelerator.is_main_process:
-            best = keep_best(self.out, self.served, self._card())
             values = ", ".join(
                 f"{found[f'per_position/{i + 1}']:.3f}" for i in range(config.drafts)
             )
@@ -302,52 +297,73 @@ class _Trainer:
         return newest["online"] if newest and newest["step"] == self.step else {}
 
     def _checkpoint(self) -> None:
-        if self.accelerator.is_main_process:
-            save_state(
-                self.out,
-                self.head,
-                self._card(),
-                self.raw_optimizer,
-                self._progress(),
-                self.average,
-            )
+        optimizer = self.strategy.optimizer_tensors()
+        with self.strategy.whole():
+            if self.accelerator.is_main_process:
+                save_state(
+                    self.out,
+                    self.strategy.readable,
+                    self._card(),
+                    optimizer,
+                    self._progress(),
+                    self.average,
+                )
 
     def _progress(self) -> Progress:
-        digest = self.features.manifest.contract.data_digest
-        return Progress(self.step, self.total, digest, self.curves)
+        position = self.order.position(self.done)
+        ranks = self.accelerator.num_processes
+        return Progress(
+            position.epoch, position.packs, self.step, ranks, self._data_digest, self.curves
+        )
 
-    def _resume(self) -> None:
-        """Go on from the newest whole checkpoint of this very run; another run's is refused."""
+    @property
+    def _data_digest(self) -> str:
+        return self.features.manifest.contract.data_digest
+
+    def _resume(self) -> dict[str, torch.Tensor] | None:
+        """Go on from the newest whole checkpoint of this very run; another run's is refused.
+
+        Returns the optimiser's state.
+        """
         self.out.mkdir(parents=True, exist_ok=True)
         found = load_state(
-            self.out,
-            self.head,
-            asdict(self.config),
-            self.raw_optimizer,
-            self._progress(),
-            self.average,
+            self.out, self.head, asdict(self.config), self._data_digest, self.average
         )
         if found is not None:
-            self.step, self.curves = found.step, found.curves
-            if self.accelerator.is_main_process:
-                say(f"train: resumed at step {self.step} of {self.total}")
+            self._go_on_from(found.progress)
+        self.accelerator.wait_for_everyone()  # all have read before one writes
         if self.accelerator.is_main_process:
             if found is None:
                 forget_best(self.out)
             (self.out / CURVES).write_text(
                 "".join(json.dumps(row) + "\n" for row in self.curves), encoding="utf-8"
             )
+        return found.optimizer if found else None
+
+    def _go_on_from(self, progress: Progress) -> None:
+        self.step, self.curves = progress.step, progress.curves
+        self.done = self.order.done(Position(progress.epoch, progress.packs))
+        if self.accelerator.is_main_process:
+            ranks = self.accelerator.num_processes
+            change = "" if ranks == progress.ranks else f", on {ranks} ranks after {progress.ranks}"
+            where = f"epoch {progress.epoch + 1}, {progress.packs} of its packs done"
+            say(f"train: resumed after step {self.step} ({where}){change}")
 
     def _finish(self) -> HeadCard:
-        if self.accelerator.is_main_process:
-            if self.config.keep == "best":
-                copy_checkpoint(self.out / BEST, self.out / "head")
-            else:
-                save_checkpoint(self.out / "head", self.served, self._card())
+        with self.strategy.whole():
+            if self.accelerator.is_main_process:
+                if self.config.keep == "best":
+                    copy_checkpoint(self.out / BEST, self.out / "head")
+                else:
+                    save_checkpoint(self.out / "head", self.served, self._card())
         self.accelerator.wait_for_everyone()
         return read_card(self.out / "head")
 
 
-def _marks(total: int, times: int) -> set[int]:
-    """`times` steps spread evenly over the run, the last one included."""
-    return {max(1, round(total * (index + 1) / times)) for index in range(times)}
+def _marks(total: int, times: int) -> list[int]:
+    """`times` counts of packs spread evenly over the run, the last one included."""
+    return [max(1, round(total * (index + 1) / times)) for index in range(times)]
+
+
+def _passes(window: Window, marks: list[int]) -> bool:
+    return any(window.begin < mark <= window.end for mark in marks)

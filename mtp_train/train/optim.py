@@ -9,6 +9,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def make_optimizer(
@@ -43,10 +44,10 @@ def learning_rate(step: int, total: int, peak: float, warmup: int, floor: float 
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Tensor]:
-    """The optimiser's state as `<parameter>.<moment>`, in its own precision."""
+    """The optimiser's state as `<parameter>.<moment>`, in its own precision; shards are gathered on every rank."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
     return {
-        f"{names[parameter]}.{key}": torch.as_tensor(value).detach().clone()
+        f"{names[parameter]}.{key}": _whole(torch.as_tensor(value).detach()).clone()
         for parameter, state in optimizer.state.items()
         for key, value in state.items()
     }
@@ -55,10 +56,23 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, module: nn.Module) -> di
 def load_optimizer(
     optimizer: torch.optim.Optimizer, module: nn.Module, tensors: dict[str, Tensor]
 ) -> None:
-    """Put saved state back, exactly."""
+    """Put saved state back, exactly; each rank keeps the shard that belongs to its parameter's."""
     parameters = dict(module.named_parameters())
     for full, tensor in tensors.items():
         name, key = full.rsplit(".", 1)
         # AdamW keeps its step count on the CPU, its moments beside the parameter.
-        home = tensor.device if key == "step" else parameters[name].device
-        optimizer.state[parameters[name]][key] = tensor.to(home)
+        value = tensor if key == "step" else _beside(tensor, parameters[name])
+        optimizer.state[parameters[name]][key] = value
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _beside(tensor: Tensor, parameter: Tensor) -> Tensor:
+    tensor = tensor.to(parameter.device)
+    if not isinstance(parameter, DTensor):
+        return tensor
+    # every rank has read the whole tensor: nothing is sent
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(tensor, mesh, placements, src_data_rank=None)

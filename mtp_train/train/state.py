@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from mtp_train.checkpoint.heads import (
     TENSORS,
@@ -22,37 +21,59 @@ from mtp_train.checkpoint.heads import (
 from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import read_json
 from mtp_train.heads.base import DraftHead
-from mtp_train.train.optim import load_optimizer, optimizer_tensors
 
 OPTIMIZER = "optimizer.safetensors"
 AVERAGE = "average.safetensors"
 PROGRESS = "progress.json"
+SPREAD = (
+    "accumulation",
+    "parallel",
+)  # how work is spread over devices, which may change in the middle of a run
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is, and of which data."""
+    """How far a run is, and of which data.
 
+    Attributes:
+        epoch, packs: packs of the epoch `epoch` that are done: what a resume goes on from, on any number of ranks.
+        step: optimiser steps so far.
+        ranks: how many ran it.
+    """
+
+    epoch: int
+    packs: int
     step: int
-    total: int
+    ranks: int
     data_digest: str
     curves: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint holds beside the head's tensors."""
+
+    progress: Progress
+    optimizer: dict[str, Tensor]  # `<parameter>.<moment>`, whole
 
 
 def save_state(
     out: Path,
     head: DraftHead,
     card: HeadCard,
-    optimizer: torch.optim.Optimizer,
+    optimizer: dict[str, Tensor],
     progress: Progress,
     average: nn.Module | None = None,
 ) -> None:
     """Write a resumable checkpoint; the newest two are kept.
 
-    average: of the head's weights, with its own count of updates.
+    Args:
+        head: its parameters whole, not in shards.
+        optimizer: its state as `<parameter>.<moment>`, whole too.
+        average: of the head's weights, with its own count of updates.
     """
     folder = out / "checkpoints"
-    extra = {OPTIMIZER: optimizer_tensors(optimizer, head)}
+    extra = {OPTIMIZER: optimizer}
     if average is not None:
         extra[AVERAGE] = average.state_dict()
     save_checkpoint(
@@ -70,15 +91,15 @@ def load_state(
     out: Path,
     head: DraftHead,
     config: dict[str, Any],
-    optimizer: torch.optim.Optimizer,
-    run: Progress,
+    data_digest: str,
     average: nn.Module | None = None,
-) -> Progress | None:
-    """Put the newest whole checkpoint back, exactly; None if there is none.
+) -> Saved | None:
+    """Put the newest whole checkpoint's tensors into the head, exactly; None if there is none.
 
     Args:
-        config: how the head is trained.
-        run: of the run that wants to go on; a checkpoint of another configuration or other data is refused.
+        head: before it is wrapped for ranks.
+        config: how the head is trained; a checkpoint of another configuration or other data is refused. How the work
+            is spread over devices may differ.
     """
     found = find_checkpoints(out / "checkpoints")
     if not found:
@@ -86,9 +107,9 @@ def load_state(
     newest = found[-1]
     card, progress = read_card(newest), Progress(**read_json(newest / PROGRESS))
     if (
-        (card.config, card.head) != (config, asdict(head.config))
-        or progress.data_digest != run.data_digest
-        or progress.total != run.total
+        unspread(card.config) != unspread(config)
+        or card.head != asdict(head.config)
+        or progress.data_digest != data_digest
     ):
         raise UserError(
             "a checkpoint to resume from must have this run's configuration and data",
@@ -96,7 +117,11 @@ def load_state(
             "delete the run's train folder, or undo the change",
         )
     head.load_state_dict(load_tensors(newest / TENSORS, head.state_dict()))
-    load_optimizer(optimizer, head, load_file(newest / OPTIMIZER))
     if average is not None:
         average.load_state_dict(load_file(newest / AVERAGE))
-    return progress
+    return Saved(progress, load_file(newest / OPTIMIZER))
+
+
+def unspread(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration of training without what only spreads it over devices."""
+    return {key: value for key, value in config.items() if key not in SPREAD}

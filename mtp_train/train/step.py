@@ -73,7 +73,7 @@ class RolloutModule(nn.Module):
         The kl of a head with a draft vocabulary is over that part, p renormalised: over the whole it is infinite.
         """
         target = self._target[0]
-        aligned = rollout(pack.token_T, pack.loss_mask_T, pack.offsets, steps)
+        aligned = rollout(pack.token_T, pack.loss_mask_T, pack.offsets, steps, self.head.ahead)
         outs = head_states(
             self.head,
             target,
@@ -98,10 +98,13 @@ class RolloutModule(nn.Module):
             weight_SN=self._weights(aligned, pack),
             label_N=aligned.label_N if part is None else label_rows(aligned.label_N, part),
             student_head=own,
+            softcap=target.logit_softcap,
             measure=measure,
         )
         if measure and part is not None and own is not None:  # the head's own part
-            alpha_SN, agree_SN = part_acceptance(student, teacher, self._whole, own, part)
+            alpha_SN, agree_SN = part_acceptance(
+                student, teacher, self._whole, own, part, target.logit_softcap
+            )
             values = replace(values, alpha_SN=alpha_SN, agree_SN=agree_SN)
         return PackLoss(values, aligned)
 
@@ -131,6 +134,7 @@ def head_states(
     for step, (token_T, position_T) in enumerate(
         zip(aligned.token_ST, aligned.position_ST, strict=True)
     ):
-        state_TD = head.at(step)(target.embed(token_T), state_TD, position_T, context)
+        embedding_TD = head.embed(target, token_T)
+        state_TD = head.at(step)(embedding_TD, state_TD, position_T, context)
         outs.append(state_TD)
     return outs

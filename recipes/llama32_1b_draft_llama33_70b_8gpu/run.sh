@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# The stages in order; further arguments are overrides for every stage. A vLLM server of the target must answer at
+# regenerate.server for the first one; stop it before the second, which needs the GPUs.
+set -euo pipefail
+
+mtp-train regenerate recipe=llama32_1b_draft_llama33_70b_8gpu "$@"
+torchrun --nproc-per-node 8 -m mtp_train.cli.precompute recipe=llama32_1b_draft_llama33_70b_8gpu "$@"
+torchrun --nproc-per-node 8 -m mtp_train.cli.train recipe=llama32_1b_draft_llama33_70b_8gpu "$@"

@@ -1,0 +1,215 @@
+"""One head trained by several ranks: every strategy the same curve and head, resume across strategies and ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from shared_training import TRAINING, run
+from toys import conversations, make_store, make_target
+
+from mtp_train.checkpoint.heads import TENSORS, find_checkpoints
+from mtp_train.core.errors import UserError
+from mtp_train.store.shards import FeatureStore
+from mtp_train.train.config import STRATEGIES, TrainConfig
+from mtp_train.train.loop import CURVES
+from mtp_train.train.order import Order
+from mtp_train.train.state import OPTIMIZER
+
+SHARDED = [name for name in STRATEGIES if name != "ddp"]
+WHOLE = [f"{name}:{name}" for name in STRATEGIES]
+CHAIN = [
+    "chain:ddp:2",
+    "chain:fsdp2:4",
+    "chain:zero1:5",
+    "chain:zero2:6",
+    "chain:zero3:8",
+    "chain:ddp",
+]
+MEDUSA = [f"medusa-{name}:{name}:0:medusa" for name in ("ddp", "fsdp2", "zero3")]
+KILLED = f"killed:ddp:-{random.randint(1, 8)}"
+TWO_RANKS = [*WHOLE, *CHAIN, "halves:ddp:3", "halves:ddp", "stopped:ddp:2", *MEDUSA, KILLED]
+THREE_RANKS = ["three:ddp", "on-three:ddp"]
+
+
+def launch(world: int, features: Path, folder: Path, tasks: Sequence[str]) -> None:
+    """Run tasks on that many ranks."""
+    script = Path(__file__).with_name("shared_training.py")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
+    command = [*launcher, "--nproc-per-node", str(world), str(script), str(features), str(folder)]
+    ours = ("ACCELERATE_", "PYTEST_")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, *tasks],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    (folder / f"log-{world}.txt").write_text(done.stderr)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("features") / "train"
+
+
+@pytest.fixture(scope="module")
+def features(place: Path) -> FeatureStore:
+    return make_store(place, make_target(), conversations(40, seed=3))
+
+
+@pytest.fixture(scope="module")
+def runs(features: FeatureStore, place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Everything that needs ranks of its own, in two launches: starting them costs more than their work."""
+    folder = tmp_path_factory.mktemp("runs")
+    launch(2, place, folder, TWO_RANKS)
+    for name in ("on-one", "on-three"):
+        shutil.copytree(folder / "stopped", folder / name)
+    launch(3, place, folder, THREE_RANKS)
+    return folder
+
+
+def records(folder: Path, task: str) -> list[dict[str, Any]]:
+    """What each rank saw of a task."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob(f"{task}-[0-9].json"))]
+
+
+def steps(out: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (out / CURVES).read_text().splitlines()]
+    return [row for row in rows if "loss" in row]
+
+
+def same_curve(out: Path, other: Path) -> None:
+    mine, theirs = steps(out), steps(other)
+    assert len(mine) == len(theirs) > 5
+    for row, expected in zip(mine, theirs, strict=True):
+        assert row["step"] == expected["step"]
+        assert row["learning_rate"] == pytest.approx(expected["learning_rate"], rel=1e-12)
+        assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert row["gradient_norm"] == pytest.approx(expected["gradient_norm"], rel=1e-4)
+
+
+def same_head(out: Path, other: Path) -> None:
+    mine, theirs = (load_file(folder / "head" / TENSORS) for folder in (out, other))
+    assert mine.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(mine[name], tensor, rtol=0, atol=0.02 * TRAINING.learning_rate)
+
+
+def test_every_task_ran_on_as_many_ranks_as_it_says(runs: Path) -> None:
+    for world, tasks in ((2, TWO_RANKS), (3, THREE_RANKS)):
+        for task in tasks:
+            assert [record["world"] for record in records(runs, task)] == [world] * world, task
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_a_strategy_trains_as_replicas_do(runs: Path, strategy: str) -> None:
+    same_curve(runs / strategy, runs / "ddp")
+    same_head(runs / strategy, runs / "ddp")
+    names = {"fsdp2": "Shards"}
+    for record in records(runs, f"{strategy}:{strategy}"):
+        assert record["strategy"] == names.get(strategy, "Zero")
+
+
+@pytest.mark.parametrize(("world", "task"), [(2, "ddp"), (3, "three")])
+def test_ranks_train_as_one_does_with_as_much_accumulation(
+    runs: Path, features: FeatureStore, tmp_path: Path, world: int, task: str
+) -> None:
+    record = run(Accelerator(cpu=True), features, tmp_path, "ddp", accumulation=world)
+    assert record["world"] == 1
+    norms = [row["gradient_norm"] for row in steps(tmp_path)]
+    assert max(norms) > TRAINING.clip, "clipping is part of what is compared"
+    same_curve(runs / task, tmp_path)
+    same_head(runs / task, tmp_path)
+
+
+def test_ranks_hold_what_their_strategy_says(runs: Path) -> None:
+    """Nothing of the target is in the wrapped module, and shards are shards."""
+    held = {name: [row["held"] for row in records(runs, f"{name}:{name}")] for name in STRATEGIES}
+    whole = sum(tensor.numel() for tensor in load_file(runs / "ddp" / "head" / TENSORS).values())
+    assert held["ddp"] == held["zero1"] == held["zero2"] == [whole, whole]
+    assert sum(held["fsdp2"]) == whole
+    assert max(held["fsdp2"] + held["zero3"]) < 0.6 * whole
+    head = load_file(runs / "ddp" / "head" / TENSORS)
+    for name in STRATEGIES:
+        for row in records(runs, f"{name}:{name}"):
+            assert {full.removeprefix("head.") for full in row["names"]} == set(head)
+
+
+def test_a_checkpoint_is_the_same_whoever_wrote_it(runs: Path) -> None:
+    newest = {name: find_checkpoints(runs / name / "checkpoints")[-1] for name in STRATEGIES}
+    expected = load_file(newest["ddp"] / OPTIMIZER)
+    for name in SHARDED:
+        found = load_file(newest[name] / OPTIMIZER)
+        assert found.keys() == expected.keys()
+        for key, tensor in expected.items():
+            scale = float(tensor.abs().max())
+            torch.testing.assert_close(found[key], tensor, rtol=1e-3, atol=1e-4 * scale)
+
+
+def test_a_run_goes_on_under_any_other_strategy(runs: Path) -> None:
+    """Six legs: replicas, FSDP2, ZeRO-1, 2 and 3, replicas again."""
+    same_curve(runs / "chain", runs / "ddp")
+    same_head(runs / "chain", runs / "ddp")
+
+
+def test_two_halves_on_two_ranks_are_the_whole_bit_for_bit(runs: Path) -> None:
+    halves, whole = (runs / name / "head" / TENSORS for name in ("halves", "ddp"))
+    assert halves.read_bytes() == whole.read_bytes()
+
+
+def test_two_ranks_of_which_one_is_killed_end_with_the_same_bytes(runs: Path) -> None:
+    """kill -9 of the second rank at a random step; torchrun ends the first one and starts both again."""
+    killed, whole = (runs / name / "head" / TENSORS for name in ("killed", "ddp"))
+    assert "-9" in (runs / "log-2.txt").read_text(), KILLED
+    assert killed.read_bytes() == whole.read_bytes(), KILLED
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+def test_a_head_with_its_own_lm_heads_is_sharded_too(runs: Path, strategy: str) -> None:
+    """They are read outside of any module's forward, where ZeRO-3 would not find them by itself."""
+    same_curve(runs / f"medusa-{strategy}", runs / "medusa-ddp")
+    same_head(runs / f"medusa-{strategy}", runs / "medusa-ddp")
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_run_goes_on_with_another_number_of_ranks(
+    runs: Path, features: FeatureStore, capsys: pytest.CaptureFixture[str], world: int
+) -> None:
+    """Two ranks stopped after two steps: every sequence is trained once per epoch all the same."""
+    before = [key for row in records(runs, "stopped:ddp:2") for key in row["keys"]]
+    if world == 1:
+        after = run(Accelerator(cpu=True), features, runs / "on-one", "ddp")["keys"]
+        log = capsys.readouterr().err
+    else:
+        after = [key for row in records(runs, "on-three:ddp") for key in row["keys"]]
+        log = (runs / "log-3.txt").read_text()
+    # the third step was computed and never stepped: it is not in the checkpoint, and is done again
+    order = Order(features.lengths(), features.loss_tokens(), TRAINING)
+    stepped = [features[index].key for pack in order.epochs[0][:4] for index in pack]
+    assert set(stepped) < set(before)
+    expected = Counter({features[index].key: 2 for index in range(len(features))})
+    assert Counter(stepped) + Counter(after) == expected
+    assert "resumed after step 2 (epoch 1, 4 of its packs done)" in log
+    assert f"on {world} ranks after 2" in log.replace("1 rank ", "1 ranks ")
+
+
+def test_an_unknown_strategy_is_refused() -> None:
+    with pytest.raises(UserError, match=r"train\.parallel must be one of ddp, fsdp2"):
+        TrainConfig(parallel="zero4")
