@@ -123,13 +123,14 @@ def recording(accumulate: Any, keys: list[str]) -> Any:
 
 
 def stopping(trainer: _Trainer, stop: int) -> Any:
-    step = trainer.strategy.step
+    step, killed = trainer.strategy.step, (trainer.out / "killed").exists()
 
     def stopped() -> None:
         if trainer.step == stop:
             raise Stopped
-        if trainer.step == -stop and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if trainer.step == -stop and not killed:
             time.sleep(0 if distributed.get_rank() == 1 else 60)
+            (trainer.out / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         step()
 

@@ -44,10 +44,12 @@ TWO_RANKS = [*WHOLE, *CHAIN, "halves:ddp:3", "halves:ddp", "stopped:ddp:2", *MED
 THREE_RANKS = ["three:ddp", "on-three:ddp"]
 
 
-def launch(world: int, features: Path, folder: Path, tasks: Sequence[str]) -> None:
-    """Run tasks on that many ranks."""
+def launch(
+    world: int, features: Path, folder: Path, tasks: Sequence[str], *, dies: bool = False
+) -> None:
+    """Run tasks on that many ranks; `dies`: one of them is killed."""
     script = Path(__file__).with_name("shared_training.py")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*launcher, "--nproc-per-node", str(world), str(script), str(features), str(folder)]
     ours = ("ACCELERATE_", "PYTEST_")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
@@ -60,7 +62,7 @@ def launch(world: int, features: Path, folder: Path, tasks: Sequence[str]) -> No
         check=False,
         timeout=500,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert (done.returncode != 0) == dies, done.stderr[-4000:]
     (folder / f"log-{world}.txt").write_text(done.stderr)
 
 
@@ -78,6 +80,7 @@ def features(place: Path) -> FeatureStore:
 def runs(features: FeatureStore, place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Everything that needs ranks of its own, in two launches: starting them costs more than their work."""
     folder = tmp_path_factory.mktemp("runs")
+    launch(2, place, folder, [KILLED], dies=True)
     launch(2, place, folder, TWO_RANKS)
     for name in ("on-one", "on-three"):
         shutil.copytree(folder / "stopped", folder / name)
