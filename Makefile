@@ -51,5 +51,5 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-serving .cache build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-serving .venv-peer .cache build dist .pytest_cache .mypy_cache .ruff_cache
 	find mtp_train tests tools recipes -name __pycache__ -type d -prune -exec rm -rf {} +

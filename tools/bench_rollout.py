@@ -31,7 +31,7 @@ from mtp_train.attention.packed import PackedContext
 HEADS, GROUPS, WIDTH, STEPS = 9, 3, 64, 3
 RULE = AttentionRule(WIDTH**-0.5)
 ROWS = (128, 512, 2048, 8192, 32768)
-SLOW_ROWS = 8192  # at most, by the slow equation
+SLOW_ROWS = 4096  # at most, by the slow equation: 4 GB, and four times as much for twice the rows
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 ENOUGH = 2.0  # seconds of repeats
 
@@ -42,13 +42,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     shape = {"heads": HEADS, "kv_heads": GROUPS, "width": WIDTH, "steps": STEPS}
     machine = {"processor": platform.machine(), "threads": args.threads, "torch": torch.__version__}
     result: dict[str, Any] = {"shape": shape, "machine": machine, "cases": []}
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    for dtype in DTYPES:
+    for dtype in args.dtypes:
         for rows in args.rows:
             result["cases"].append(compare(dtype, rows, args.threads))
             print(json.dumps(result["cases"][-1]), flush=True)

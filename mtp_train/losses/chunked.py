@@ -1,8 +1,9 @@
 """Any sum of the vocabulary's loss terms, value and gradient together, without logits for the batch.
 
-A chunk of goals at a time: one projection of the target's states serves every draft step, one set of logits serves
-every term, and only the passes over V that the terms need are made. Memory is one chunk of logits, whatever the
-number of goals. Twins of `reference`; knows no head and no mean over goals.
+A chunk of goals at a time is projected: once by the target's states, for all draft steps, once by each step's. A block
+of few goals at a time, which stays in the cache, is then compared: one set of logits serves every term, and only the
+passes over V that the terms need are made. Memory is one chunk of logits per step, whatever the number of goals. Twins
+of `reference`; knows no head and no mean over goals.
 
 With t the target's logits, z the head's, p and q their softmax and d = z - t, the gradients by z are
 
@@ -14,20 +15,21 @@ so every sum of them is a q - b p - c m q + r q d - h [label] with one number pe
 caps its logits, c tanh(x / c), caps t, and z where the head shares its lm_head: the gradient by x is that by z times
 1 - (z / c)^2.
 
-Shapes: N goals, S draft steps, C goals of a chunk, D the target's width, E the head's width (D unless its output
-matrix is its own), V vocabulary (or the part of it that the matrices hold).
+Shapes: N goals, S draft steps, C goals of a chunk, B of a block, D the target's width, E the head's width (D unless its
+output matrix is its own), V vocabulary (or the part of it that the matrices hold).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-CHUNK = 256  # goals; larger chunks gain nothing on the machines tried and take memory
+CHUNK = 256  # goals of a matrix product; more gain nothing on the machines tried and take memory
+BLOCK_SCORES = 2**19  # logits of a block per thread: 2 MB in float32
 ON_DISTRIBUTION = ("kl", "reverse_kl", "soft_ce", "tv", "nla", "lk")
 ON_LABELS = ("hard_ce",)
 
@@ -39,7 +41,7 @@ class LossValues:
     loss: Tensor  # scalar, sum over steps, goals and terms; the only one that carries gradients
     terms: dict[str, Tensor]  # [S, N] of each term with a weight, unweighted; and kl where measured
     alpha_SN: Tensor  # sum_x min(p, q), chance of acceptance under sampling; zeros unless measured
-    agree_SN: Tensor  # bool: head and target choose the same token; False where p is not needed
+    agree_SN: Tensor  # bool: head and target choose the same token; False unless measured
     outside: Tensor  # scalar: goals whose label is not in the vocabulary and has no hard_ce
 
 
@@ -135,6 +137,16 @@ class _Plan:
         """Is the gradient a multiple of q - p?"""
         return not self.any("reverse_kl", "tv", "nla", "lk", "hard_ce")
 
+    @property
+    def pull(self) -> float:
+        """The weight of q - p."""
+        return self.of("kl") + self.of("soft_ce")
+
+    @property
+    def factor(self) -> float:
+        """What is left to multiply gradients by once they are states'."""
+        return self.pull if self.plain else 1.0
+
     def of(self, name: str) -> float:
         return self.weights.get(name, 0.0)
 
@@ -153,32 +165,38 @@ class _Distill(torch.autograd.Function):
         chunk: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         steps, goals, _ = student.shape
-        work = _Chunk(min(chunk, max(goals, 1)), head, student_head, plan)
-        values = torch.zeros(len(plan.reported), steps, goals, dtype=work.wide, device=head.device)
-        alpha = torch.zeros(steps, goals, dtype=work.wide, device=head.device)
+        work = _Chunk(min(chunk, max(goals, 1)), steps, head, student_head, plan)
+        block = _Block(min(chunk, _cached_rows(head)), head, student_head is None, plan)
+        values = torch.zeros(len(plan.reported), steps, goals, dtype=block.wide, device=head.device)
+        alpha = torch.zeros(steps, goals, dtype=block.wide, device=head.device)
         agree = torch.zeros(steps, goals, dtype=torch.bool, device=head.device)
         to_states, to_head, *_ = ctx.needs_input_grad
         gradient = torch.zeros_like(student) if to_states else None
-        summed = _HeadGradient(student_head, work.wide, head.dtype) if to_head else None
+        summed = _HeadGradient(student_head, block.wide, head.dtype) if to_head else None
+        differentiate = bool(plan.weights) and (to_states or to_head)
         for start in range(0, goals if plan.reported else 0, chunk):
             part = slice(start, min(start + chunk, goals))
-            work.teach(teacher[part], label[part])
-            for step in range(steps):
-                found, alpha[step, part], agree[step, part] = work.compare(
-                    student[step, part], step
-                )
-                for index, name in enumerate(plan.reported):
-                    values[index, step, part] = found[name]
-                if not plan.weights or (gradient is None and summed is None):
-                    continue
-                scale = work.differentiate() * weight[step, part].unsqueeze(-1)
+            work.project(teacher[part], student[:, part])
+            for rows in block.parts(part.stop - start):
+                at = slice(start + rows.start, start + rows.stop)
+                taught = None if work.taught is None else work.taught[rows]
+                block.teach(taught, label[at])
+                for step in range(steps):
+                    logits = work.projected[step][rows]
+                    found, alpha[step, at], agree[step, at] = block.compare(logits)
+                    for index, name in enumerate(plan.reported):
+                        values[index, step, at] = found[name]
+                    if differentiate:
+                        block.differentiate(logits)
+            for step in range(steps if differentiate else 0):
+                scale = plan.factor * weight[step, part].unsqueeze(-1)
                 if gradient is not None:
                     gradient[step, part] = scale * work.to_states(step)
                 if summed is not None:
-                    summed.add(work.projected, scale * student[step, part], step)
+                    summed.add(work.projected[step], scale * student[step, part], step)
         ctx.save_for_backward(gradient, None if summed is None else summed.total)
         ctx.mark_non_differentiable(values, alpha, agree)
-        total = torch.zeros((), dtype=work.wide, device=head.device)
+        total = torch.zeros((), dtype=block.wide, device=head.device)
         for index, name in enumerate(plan.weights):
             total = total + plan.weights[name] * (values[index] * weight).sum()
         return total, values, alpha, agree
@@ -208,146 +226,158 @@ class _HeadGradient:
 
 
 class _Chunk:
-    """One chunk's logits and probabilities, allocated once: fresh [C, V] tensors cost more in page faults than the
-    arithmetic on them does. `compare` and `differentiate` work in place, in this order.
+    """One chunk's matrix products, in the matmuls' dtype; `projected` holds logits, then their gradients.
+
+    Allocated once: fresh [C, V] tensors cost more in page faults than the arithmetic on them does.
     """
 
     def __init__(
-        self, chunk: int, head_VD: Tensor, student_head: Tensor | None, plan: _Plan
+        self, chunk: int, steps: int, head_VD: Tensor, student_head: Tensor | None, plan: _Plan
     ) -> None:
         self.head, self.plan = head_VD, plan
         self.own = None if student_head is None else student_head.detach().to(head_VD.dtype)
-        self.wide = torch.promote_types(head_VD.dtype, torch.float32)
-        size = (chunk, head_VD.shape[0])
-        kinds = (head_VD.dtype, *(self.wide,) * 5)
-        self.buffers = [torch.empty(size, dtype=kind, device=head_VD.device) for kind in kinds]
-        capped = 2 if plan.softcap else 0  # the target's logits before the cap, the cap's slope
-        self.extra = [torch.empty_like(self.buffers[1]) for _ in range(capped)]
+        matrices = steps + 1 if plan.target else steps
+        self.buffers = [head_VD.new_empty(chunk, len(head_VD)) for _ in range(matrices)]
 
-    def teach(self, state_CD: Tensor, label_C: Tensor) -> None:
-        """Take in a chunk of goals: the target's distribution, its negative entropy and its choice."""
-        # projected holds logits of the matmul, later their gradient
-        self.projected, self.taught, self.logits, self.p, self.q, self.product = (
-            buffer[: len(state_CD)] for buffer in self.buffers
-        )
-        self.state = state_CD
-        self.label_C1 = label_C.clamp(min=0).unsqueeze(1)
-        self.known_C = (label_C >= 0).to(self.wide)
-        if not self.plan.target:
-            return
-        torch.mm(state_CD.to(self.head.dtype), self.head.T, out=self.projected)
-        self.taught.copy_(self.projected)
-        self.uncapped = self.taught
-        if self.plan.softcap is not None:
-            self.uncapped = self.extra[0][: len(state_CD)].copy_(self.taught)
-            _cap(self.taught, self.plan.softcap)
-        peak, self.choice = self.taught.max(-1)
-        torch.softmax(self.taught, dim=-1, out=self.p)
-        self.log_sum = _log_sum(peak, self.choice, self.p)
-        if self.plan.divergence:
-            self.negative_entropy = self._dot(self.p, self.taught) - self.log_sum
+    def project(self, teacher_CD: Tensor, student_SCE: Tensor) -> None:
+        """The logits of a chunk of goals: the target's, and of every step the student's.
 
-    def compare(self, state_CE: Tensor, step: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """Values of the terms, alpha and agreement of the chunk at one step, [C] each."""
-        self._project(state_CE, step)
-        torch.softmax(self.logits, dim=-1, out=self.q)
-        peak, choice = self.logits.max(-1)
-        log_sum = _log_sum(peak, choice, self.q)
-        found = self._divergences(log_sum) | self._overlaps()
-        if self.plan.any("lk"):
-            self.blend = torch.exp(-self.plan.eta * self.alpha)
-            found["lk"] = self.blend * found["kl"] + (1 - self.blend) * found["tv"]
-        if self.plan.any("hard_ce"):
-            chosen = self.logits.gather(1, self.label_C1).squeeze(1)
-            found["hard_ce"] = (log_sum - chosen) * self.known_C
-        if self.plan.any("reverse_kl"):  # last: the gradient needs the product
-            self.tilt = self._dot(self.q, self._difference())
-            found["reverse_kl"] = self.tilt - (log_sum - self.log_sum)
-        alpha = self.alpha if self.plan.measure else torch.zeros_like(log_sum)
-        agree = choice == self.choice if self.plan.target else torch.zeros_like(choice).bool()
-        return found, alpha, agree
-
-    def differentiate(self) -> Tensor | float:
-        """The sum's gradient by the logits, into `projected` in the matmuls' dtype; returns a factor left to apply.
-
-        Works on q in place: call it once after `compare`. Letters as in the module's docstring.
+        Where they are held against the target's and the output matrix is shared, the student's are those of the
+        difference of the states: rounding is relative to the difference, which the gradients are made of, and not to
+        logits that are a hundred times as large.
         """
-        plan, q = self.plan, self.q
-        pull = plan.of("kl") + plan.of("soft_ce")
-        if plan.plain:
-            self.projected.copy_(self._before_cap(q.sub_(self.p)))
-            return pull
-        a_C = torch.full_like(q[:, 0], pull)
-        if plan.any("lk"):
-            a_C += plan.of("lk") * self.blend
-        b_C1 = a_C.unsqueeze(1).clone()
-        if plan.any("tv", "nla", "lk"):
-            c_C = self._variation()
-            torch.mul(torch.lt(q, self.p, out=self.logits), q, out=self.logits)  # m q
-            a_C += c_C * self.logits.sum(-1)
-        if plan.any("hard_ce"):
-            h_C = plan.of("hard_ce") * self.known_C
-            a_C += h_C
-        if plan.any("reverse_kl"):
-            a_C -= plan.of("reverse_kl") * self.tilt
-        q.mul_(a_C.unsqueeze(1))
-        if plan.any("kl", "soft_ce", "lk"):
-            q.addcmul_(self.p, b_C1, value=-1)
-        if plan.any("tv", "nla", "lk"):
-            q.addcmul_(self.logits, c_C.unsqueeze(1), value=-1)
-        if plan.any("reverse_kl"):
-            q.add_(self.product, alpha=plan.of("reverse_kl"))  # q d, left there by `compare`
-        if plan.any("hard_ce"):
-            q.scatter_add_(1, self.label_C1, -h_C.unsqueeze(1))
-        self.projected.copy_(self._before_cap(q))
-        return 1.0
+        self.projected = [buffer[: len(teacher_CD)] for buffer in self.buffers]
+        self.taught = self.projected.pop() if self.plan.target else None
+        if self.taught is not None:
+            torch.mm(teacher_CD.to(self.head.dtype), self.head.T, out=self.taught)
+            if self.own is None:
+                student_SCE = student_SCE - teacher_CD.to(student_SCE.dtype)
+        for step, state_CE in enumerate(student_SCE):
+            matrix_VE = self._matrix(step)
+            torch.mm(state_CE.to(matrix_VE.dtype), matrix_VE.T, out=self.projected[step])
 
     def to_states(self, step: int) -> Tensor:
         """The gradient by the logits projected back to the student's states [C, E]."""
-        return self.projected @ self._matrix(step)
+        return self.projected[step] @ self._matrix(step)
 
     def _matrix(self, step: int) -> Tensor:
         if self.own is None:
             return self.head
         return self.own if self.own.ndim == 2 else self.own[step]
 
-    def _project(self, state_CE: Tensor, step: int) -> None:
-        """The student's logits.
 
-        Where they are held against the target's and the output matrix is shared, they are the target's plus the
-        projected difference of the states: rounding is relative to the difference, which the gradients are made of,
-        and not to logits that are a hundred times as large.
+class _Block:
+    """The arithmetic on logits, at least in float32, for so few goals at a time that they stay in the cache.
+
+    `teach`, then for every step `compare` and `differentiate`, which works in place on what `compare` left.
+    """
+
+    def __init__(self, rows: int, head_VD: Tensor, shared: bool, plan: _Plan) -> None:
+        self.rows, self.plan = rows, plan
+        self.differ = shared and plan.target  # the student's come as differences from the target's
+        self.cap = plan.softcap if shared else None  # of the student's
+        self.wide = torch.promote_types(head_VD.dtype, torch.float32)
+        size = (rows, len(head_VD))
+        count = 5 if plan.softcap is None else 7
+        self.buffers = [
+            torch.empty(size, dtype=self.wide, device=head_VD.device) for _ in range(count)
+        ]
+
+    def parts(self, goals: int) -> Iterator[slice]:
+        """The goals of a chunk, a block at a time."""
+        for start in range(0, goals, self.rows):
+            yield slice(start, min(start + self.rows, goals))
+
+    def teach(self, taught_BV: Tensor | None, label_B: Tensor) -> None:
+        """Take in the goals of a block: the target's distribution, its negative entropy and its choice."""
+        self.taught, self.logits, self.p, self.q, self.product, *capping = (
+            buffer[: len(label_B)] for buffer in self.buffers
+        )
+        self.uncapped, self.slope = capping or (self.taught, self.product)  # no slope without a cap
+        self.label_B1 = label_B.clamp(min=0).unsqueeze(1)
+        self.known_B = (label_B >= 0).to(self.wide)
+        if taught_BV is None:
+            return
+        self.taught.copy_(taught_BV)
+        if self.plan.softcap is not None:
+            self.uncapped.copy_(self.taught)
+            _cap(self.taught, self.plan.softcap)
+        torch.softmax(self.taught, dim=-1, out=self.p)
+        self.log_sum = _log_sum(self.taught, self.p)
+        if self.plan.divergence:
+            self.negative_entropy = self._dot(self.p, self.taught) - self.log_sum
+        if self.plan.measure:
+            self.choice = self.taught.argmax(-1)
+
+    def compare(self, projected_BV: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """Values of the terms, alpha and agreement of the block at one step, [B] each."""
+        self.logits.copy_(projected_BV)
+        if self.differ:  # a sum of its own: of two dtypes it would be many times slower
+            self.logits.add_(self.uncapped)
+        if self.cap is not None:
+            _cap(self.logits, self.cap)
+            torch.div(self.logits, self.cap, out=self.slope).square_().neg_().add_(1)
+        torch.softmax(self.logits, dim=-1, out=self.q)
+        log_sum = _log_sum(self.logits, self.q)
+        found = self._divergences(log_sum) | self._overlaps()
+        if self.plan.any("lk"):
+            self.blend = torch.exp(-self.plan.eta * self.alpha)
+            found["lk"] = self.blend * found["kl"] + (1 - self.blend) * found["tv"]
+        if self.plan.any("hard_ce"):
+            chosen = self.logits.gather(1, self.label_B1).squeeze(1)
+            found["hard_ce"] = (log_sum - chosen) * self.known_B
+        if self.plan.any("reverse_kl"):  # last: the gradient needs the product
+            if self.differ and self.cap is None:
+                self.product.copy_(projected_BV)
+            else:
+                torch.sub(self.logits, self.taught, out=self.product)
+            self.tilt = self._dot(self.q, self.product)
+            found["reverse_kl"] = self.tilt - (log_sum - self.log_sum)
+        if not self.plan.measure:
+            return found, torch.zeros_like(log_sum), torch.zeros_like(self.known_B).bool()
+        return found, self.alpha, self.logits.argmax(-1) == self.choice
+
+    def differentiate(self, projected_BV: Tensor) -> None:
+        """The sum's gradient by the logits, less `plan.factor`, into `projected_BV`.
+
+        Works on q in place: call it once after `compare`. Letters as in the module's docstring.
         """
-        differ = self.own is None and self.plan.target
-        if differ:
-            state_CE = state_CE - self.state.to(state_CE.dtype)
-        matrix_VE = self._matrix(step)
-        torch.mm(state_CE.to(matrix_VE.dtype), matrix_VE.T, out=self.projected)
-        if differ:
-            torch.add(self.uncapped, self.projected, out=self.logits)
-        else:
-            self.logits.copy_(self.projected)
-        if self.plan.softcap is not None and self.own is None:
-            _cap(self.logits, self.plan.softcap)
-            slope = self.extra[1][: len(self.logits)]
-            torch.div(self.logits, self.plan.softcap, out=slope).square_().neg_().add_(1)
+        plan, q = self.plan, self.q
+        if plan.plain:
+            projected_BV.copy_(self._before_cap(q.sub_(self.p)))
+            return
+        a_B = torch.full_like(q[:, 0], plan.pull)
+        if plan.any("lk"):
+            a_B += plan.of("lk") * self.blend
+        b_B1 = a_B.unsqueeze(1).clone()
+        if plan.any("tv", "nla", "lk"):
+            c_B = self._variation()
+            torch.mul(torch.lt(q, self.p, out=self.logits), q, out=self.logits)  # m q
+            a_B += c_B * self.logits.sum(-1)
+        if plan.any("hard_ce"):
+            h_B = plan.of("hard_ce") * self.known_B
+            a_B += h_B
+        if plan.any("reverse_kl"):
+            a_B -= plan.of("reverse_kl") * self.tilt
+        q.mul_(a_B.unsqueeze(1))
+        if plan.any("kl", "soft_ce", "lk"):
+            q.addcmul_(self.p, b_B1, value=-1)
+        if plan.any("tv", "nla", "lk"):
+            q.addcmul_(self.logits, c_B.unsqueeze(1), value=-1)
+        if plan.any("reverse_kl"):
+            q.add_(self.product, alpha=plan.of("reverse_kl"))  # q d, left there by `compare`
+        if plan.any("hard_ce"):
+            q.scatter_add_(1, self.label_B1, -h_B.unsqueeze(1))
+        projected_BV.copy_(self._before_cap(q))
 
-    def _before_cap(self, gradient_CV: Tensor) -> Tensor:
+    def _before_cap(self, gradient_BV: Tensor) -> Tensor:
         """The gradient by the student's logits before their cap, in place."""
-        if self.plan.softcap is None or self.own is not None:
-            return gradient_CV
-        return gradient_CV.mul_(self.extra[1][: len(gradient_CV)])
+        return gradient_BV if self.cap is None else gradient_BV.mul_(self.slope)
 
-    def _difference(self) -> Tensor:
-        """The student's logits minus the target's [C, V]."""
-        if self.own is None and self.plan.softcap is None:
-            return self.projected
-        return torch.sub(self.logits, self.taught, out=self.product)
-
-    def _divergences(self, log_sum_C: Tensor) -> dict[str, Tensor]:
+    def _divergences(self, log_sum_B: Tensor) -> dict[str, Tensor]:
         if not self.plan.cross:
             return {}
-        cross = self._dot(self.p, self.logits) - log_sum_C  # sum_x p log q
+        cross = self._dot(self.p, self.logits) - log_sum_B  # sum_x p log q
         if not self.plan.divergence:
             return {"soft_ce": -cross}
         return {"soft_ce": -cross, "kl": self.negative_entropy - cross}
@@ -362,22 +392,29 @@ class _Chunk:
         return self.alpha.clamp(min=torch.finfo(self.alpha.dtype).tiny)
 
     def _variation(self) -> Tensor:
-        """How much of total variation's gradient the sum holds [C]."""
-        c_C = torch.full_like(self.alpha, self.plan.of("tv"))
+        """How much of total variation's gradient the sum holds [B]."""
+        c_B = torch.full_like(self.alpha, self.plan.of("tv"))
         if self.plan.any("nla"):
-            c_C += self.plan.of("nla") / self._floored_alpha()
+            c_B += self.plan.of("nla") / self._floored_alpha()
         if self.plan.any("lk"):
-            c_C += self.plan.of("lk") * (1 - self.blend)
-        return c_C
+            c_B += self.plan.of("lk") * (1 - self.blend)
+        return c_B
 
-    def _dot(self, left_CV: Tensor, right_CV: Tensor) -> Tensor:
-        return torch.mul(left_CV, right_CV, out=self.product).sum(-1)
-
-
-def _log_sum(peak_C: Tensor, choice_C: Tensor, softmax_CV: Tensor) -> Tensor:
-    """log sum exp of the logits [C], read off their largest entry: one gather in place of another pass over V."""
-    return peak_C - softmax_CV.gather(1, choice_C.unsqueeze(1)).squeeze(1).log()
+    def _dot(self, left_BV: Tensor, right_BV: Tensor) -> Tensor:
+        return torch.mul(left_BV, right_BV, out=self.product).sum(-1)
 
 
-def _cap(logits_CV: Tensor, cap: float) -> None:
-    logits_CV.div_(cap).tanh_().mul_(cap)
+def _cached_rows(head_VD: Tensor) -> int:
+    """Goals whose logits stay in the caches of the CPU's cores; elsewhere a whole chunk."""
+    if head_VD.device.type != "cpu":
+        return CHUNK
+    return max(1, BLOCK_SCORES * torch.get_num_threads() // len(head_VD))
+
+
+def _log_sum(logits_BV: Tensor, softmax_BV: Tensor) -> Tensor:
+    """log sum exp of the logits [B], read off their largest entry: two quick passes in place of one with exp."""
+    return logits_BV.amax(-1) - softmax_BV.amax(-1).log()
+
+
+def _cap(logits_BV: Tensor, cap: float) -> None:
+    logits_BV.div_(cap).tanh_().mul_(cap)
