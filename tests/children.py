@@ -52,7 +52,7 @@ CHATS = conversations(24, seed=5)
 FEATURES = PrecomputeConfig(rows_per_shard=32, rows_per_forward=20)
 ANSWERING = EngineConfig(max_batch=3, cache_rows=2048, page_size=4)
 TRAINING = TrainConfig(
-    epochs=2, rows=30, accumulation=2, rollout_steps=2, warmup_steps=2, validations=2, checkpoints=4
+    epochs=2, rows=32, accumulation=2, rollout_steps=2, warmup_steps=2, validations=2, checkpoints=4
 )
 
 
