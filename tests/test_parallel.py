@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from safetensors.torch import load_file
 from shared_training import TRAINING, run
 from toys import conversations, make_store, make_target
@@ -26,6 +28,7 @@ from mtp_train.store.shards import FeatureStore
 from mtp_train.train.config import STRATEGIES, TrainConfig
 from mtp_train.train.loop import CURVES
 from mtp_train.train.order import Order
+from mtp_train.train.parallel import launched_strategy
 from mtp_train.train.state import OPTIMIZER
 
 SHARDED = [name for name in STRATEGIES if name != "ddp"]
@@ -211,6 +214,45 @@ def test_a_run_goes_on_with_another_number_of_ranks(
     assert Counter(stepped) + Counter(after) == expected
     assert "resumed after step 2 (epoch 1, 4 of its packs done)" in log
     assert f"on {world} ranks after 2" in log.replace("1 rank ", "1 ranks ")
+
+
+CONFIGS = Path(__file__).parents[1] / "recipes" / "accelerate"
+
+
+def launched(config: Path, *options: str) -> dict[str, str]:
+    """The environment that `accelerate launch` gives its processes, by its own code."""
+    line = ["--config_file", str(config), *options, "script.py"]
+    args, *_ = _validate_launch_command(launch_command_parser().parse_args(line))
+    if args.use_deepspeed:
+        args.deepspeed_fields_from_accelerate_config = ""  # as the command itself does
+        return dict(prepare_deepspeed_cmd_env(args)[1])
+    return dict(prepare_multi_gpu_env(args))
+
+
+def test_the_accelerate_configs_choose_each_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(STRATEGIES)
+    for name in STRATEGIES:
+        environment = launched(CONFIGS / f"{name}.yaml")
+        assert (launched_strategy(environment) or "ddp") == name
+        left = {key for key in environment if key.startswith("ACCELERATE_USE_")}
+        assert left == set(), "accelerate would wrap the head by itself"
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("fsdp2", ["--fsdp_version", "1"]),
+        ("fsdp2", ["--fsdp_offload_params", "true"]),
+        ("zero2", ["--offload_optimizer_device", "cpu"]),
+    ],
+)
+def test_what_an_accelerate_config_asks_beyond_is_refused(
+    name: str, options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    with pytest.raises(UserError, match="fsdp_version 2 or a zero_stage, and no more"):
+        launched_strategy(launched(CONFIGS / f"{name}.yaml", *options))
 
 
 def test_an_unknown_strategy_is_refused() -> None:
