@@ -19,10 +19,12 @@ from accelerate import Accelerator
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from safetensors.torch import load_file
-from shared_training import TRAINING, run
+from shared_training import TRAINING, Stopped, run
 from toys import conversations, make_store, make_target
 
 from mtp_train.checkpoint.heads import TENSORS, find_checkpoints
+from mtp_train.cli.run_folder import RunFolder, run_stage
+from mtp_train.cli.train import _launched
 from mtp_train.core.errors import UserError
 from mtp_train.store.shards import FeatureStore
 from mtp_train.train.config import STRATEGIES, TrainConfig
@@ -253,6 +255,40 @@ def test_what_an_accelerate_config_asks_beyond_is_refused(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     with pytest.raises(UserError, match="fsdp_version 2 or a zero_stage, and no more"):
         launched_strategy(launched(CONFIGS / f"{name}.yaml", *options))
+
+
+def test_half_done_work_may_go_on_with_other_settings_and_finished_work_may_not(
+    tmp_path: Path,
+) -> None:
+    """A run folder, as `train` uses it: accumulation may change while a run is not done."""
+    folder = RunFolder(tmp_path)
+    checkpoint = folder.stage("train") / "checkpoint"
+
+    def broken_off() -> None:
+        checkpoint.write_text("half")
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        run_stage(folder, "train", ["a", 1], broken_off, half=["a"])
+    run_stage(folder, "train", ["a", 2], lambda: None, half=["a"])
+    assert checkpoint.exists(), "went on"
+    run_stage(folder, "train", ["a", 4], lambda: None, half=["a"])
+    assert not checkpoint.exists(), "a finished run of another setting was set aside"
+    checkpoint.write_text("half")
+    run_stage(folder, "train", ["b", 4], lambda: None, half=["b"])
+    assert not checkpoint.exists()
+
+
+def test_the_launchers_strategy_is_not_contradicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for wanted in ("ddp", "zero2"):
+        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+        monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+        assert _launched(TrainConfig(parallel=wanted)).parallel == "zero2"
+        assert "ACCELERATE_USE_DEEPSPEED" not in os.environ
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(UserError, match=r"train\.parallel must be zero2"):
+        _launched(TrainConfig(parallel="fsdp2"))
+    assert _launched(TrainConfig(parallel="fsdp2")).parallel == "fsdp2"
 
 
 def test_an_unknown_strategy_is_refused() -> None:

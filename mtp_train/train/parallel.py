@@ -8,6 +8,7 @@ Knows neither data nor order nor files: tensors go in and out whole, on every ra
 
 from __future__ import annotations
 
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, MutableMapping
@@ -214,7 +215,9 @@ class Zero(Strategy):
 
     def clip(self) -> float:
         self.engine.step()
-        return float(self.engine.get_global_grad_norm())
+        # a gradient that is not finite is left out in silence, its norm too
+        norm = self.engine.get_global_grad_norm() if self.engine.was_step_applied() else math.nan
+        return float(norm)
 
     def step(self) -> None:
         """`clip` has done it."""
