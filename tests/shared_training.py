@@ -3,8 +3,8 @@
 torchrun --nproc-per-node N shared_training.py FEATURES FOLDER TASK...
 
 A task is NAME:STRATEGY, NAME:STRATEGY:STOP or NAME:STRATEGY:STOP:medusa: train into FOLDER/NAME, going on from what is
-there, and stop in the step after STOP (0: never; below 0: the second rank is killed there, once). Each rank leaves a
-record of every task that it came through; such a task is not run again when the launcher starts all ranks again.
+there, and stop in the step after STOP (0: never; below 0: the second rank is killed there). Each rank leaves a record
+of every task that it came through.
 """
 
 from __future__ import annotations
@@ -56,8 +56,6 @@ def main(features: Path, folder: Path, tasks: list[str]) -> None:
     for task in tasks:
         name, *rest = task.split(":")
         path = folder / f"{task}-{distributed.get_rank()}.json"
-        if path.exists():
-            continue
         record = run(accelerator, FeatureStore(features), folder / name, *rest)
         path.write_text(json.dumps(record))
         accelerator.free_memory()
@@ -125,7 +123,7 @@ def stopping(trainer: _Trainer, stop: int) -> Any:
     def stopped() -> None:
         if trainer.step == stop:
             raise Stopped
-        if trainer.step == -stop and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if trainer.step == -stop:
             time.sleep(0 if distributed.get_rank() == 1 else 60)
             os.kill(os.getpid(), signal.SIGKILL)
         step()
