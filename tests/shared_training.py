@@ -4,7 +4,7 @@ torchrun --nproc-per-node N shared_training.py FEATURES FOLDER TASK...
 
 A task is NAME:STRATEGY, NAME:STRATEGY:STOP or NAME:STRATEGY:STOP:medusa: train into FOLDER/NAME, going on from what is
 there, and stop in the step after STOP (0: never; below 0: the second rank is killed there, once). Each rank leaves a
-record of every task that it came through; such a task is not run again when the launcher starts all ranks again.
+record of every task that it came through. A killed task that is launched again goes on to its end.
 """
 
 from __future__ import annotations
@@ -59,8 +59,6 @@ def main(features: Path, folder: Path, tasks: list[str]) -> None:
     for task in tasks:
         name, *rest = task.split(":")
         path = folder / f"{task}-{distributed.get_rank()}.json"
-        if path.exists():
-            continue
         record = run(accelerator, FeatureStore(features), folder / name, *rest)
         path.write_text(json.dumps(record))
         accelerator.free_memory()
@@ -123,13 +121,14 @@ def recording(accumulate: Any, keys: list[str]) -> Any:
 
 
 def stopping(trainer: _Trainer, stop: int) -> Any:
-    step = trainer.strategy.step
+    step, killed = trainer.strategy.step, (trainer.out / "killed").exists()
 
     def stopped() -> None:
         if trainer.step == stop:
             raise Stopped
-        if trainer.step == -stop and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if trainer.step == -stop and not killed:
             time.sleep(0 if distributed.get_rank() == 1 else 60)
+            (trainer.out / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         step()
 

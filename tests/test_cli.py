@@ -485,9 +485,8 @@ def test_every_recipe_parses_into_every_component() -> None:
     names = sorted(path.parent.name for path in REPOSITORY.glob("recipes/*/config.yaml"))
     assert len(names) >= 1
     assert "smollm2_mtp_cpu" in names
-    assert names == sorted(path.name for path in REPOSITORY.glob("recipes/*") if path.is_dir()), (
-        "a recipe without a config"
-    )
+    folders = {path.name for path in REPOSITORY.glob("recipes/*") if path.is_dir()}
+    assert set(names) == folders - {"accelerate"}, "a recipe without a config"
     for name in names:
         if name in waiting():  # its own test says what for
             continue

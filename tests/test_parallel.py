@@ -16,16 +16,21 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from safetensors.torch import load_file
-from shared_training import TRAINING, run
+from shared_training import TRAINING, Stopped, run
 from toys import conversations, make_store, make_target
 
 from mtp_train.checkpoint.heads import TENSORS, find_checkpoints
+from mtp_train.cli.run_folder import RunFolder, run_stage
+from mtp_train.cli.train import _launched
 from mtp_train.core.errors import UserError
 from mtp_train.store.shards import FeatureStore
 from mtp_train.train.config import STRATEGIES, TrainConfig
 from mtp_train.train.loop import CURVES
 from mtp_train.train.order import Order
+from mtp_train.train.parallel import launched_strategy
 from mtp_train.train.state import OPTIMIZER
 
 SHARDED = [name for name in STRATEGIES if name != "ddp"]
@@ -40,14 +45,18 @@ CHAIN = [
 ]
 MEDUSA = [f"medusa-{name}:{name}:0:medusa" for name in ("ddp", "fsdp2", "zero3")]
 KILLED = f"killed:ddp:-{random.randint(1, 8)}"
-TWO_RANKS = [*WHOLE, *CHAIN, "halves:ddp:3", "halves:ddp", "stopped:ddp:2", *MEDUSA, KILLED]
+HALVES = ["halves:ddp:3", "halves:ddp"]
+# Those compared bit for bit come before DeepSpeed is loaded.
+TWO_RANKS = [*WHOLE[:1], KILLED, *HALVES, *WHOLE[1:], *CHAIN, "stopped:ddp:2", *MEDUSA]
 THREE_RANKS = ["three:ddp", "on-three:ddp"]
 
 
-def launch(world: int, features: Path, folder: Path, tasks: Sequence[str]) -> None:
-    """Run tasks on that many ranks."""
+def launch(
+    world: int, features: Path, folder: Path, tasks: Sequence[str], *, dies: bool = False
+) -> None:
+    """Run tasks on that many ranks; `dies`: one of them is killed."""
     script = Path(__file__).with_name("shared_training.py")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*launcher, "--nproc-per-node", str(world), str(script), str(features), str(folder)]
     ours = ("ACCELERATE_", "PYTEST_")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
@@ -60,8 +69,8 @@ def launch(world: int, features: Path, folder: Path, tasks: Sequence[str]) -> No
         check=False,
         timeout=500,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    (folder / f"log-{world}.txt").write_text(done.stderr)
+    assert (done.returncode != 0) == dies, done.stderr[-4000:]
+    (folder / f"log-{'killed' if dies else world}.txt").write_text(done.stderr)
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +85,9 @@ def features(place: Path) -> FeatureStore:
 
 @pytest.fixture(scope="module")
 def runs(features: FeatureStore, place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Everything that needs ranks of its own, in two launches: starting them costs more than their work."""
+    """Everything that needs ranks of its own, in three launches: starting them costs more than their work."""
     folder = tmp_path_factory.mktemp("runs")
+    launch(2, place, folder, [KILLED], dies=True)
     launch(2, place, folder, TWO_RANKS)
     for name in ("on-one", "on-three"):
         shutil.copytree(folder / "stopped", folder / name)
@@ -175,9 +185,11 @@ def test_two_halves_on_two_ranks_are_the_whole_bit_for_bit(runs: Path) -> None:
 
 
 def test_two_ranks_of_which_one_is_killed_end_with_the_same_bytes(runs: Path) -> None:
-    """kill -9 of the second rank at a random step; torchrun ends the first one and starts both again."""
+    """kill -9 of the second rank in the middle of a random step; torchrun ends the first one."""
     killed, whole = (runs / name / "head" / TENSORS for name in ("killed", "ddp"))
-    assert "-9" in (runs / "log-2.txt").read_text(), KILLED
+    assert "exitcode: -9" in (runs / "log-killed.txt").read_text(), KILLED
+    resumed = f"resumed after step {KILLED.split('-')[-1]} "
+    assert resumed in (runs / "log-2.txt").read_text(), KILLED
     assert killed.read_bytes() == whole.read_bytes(), KILLED
 
 
@@ -208,6 +220,79 @@ def test_a_run_goes_on_with_another_number_of_ranks(
     assert Counter(stepped) + Counter(after) == expected
     assert "resumed after step 2 (epoch 1, 4 of its packs done)" in log
     assert f"on {world} ranks after 2" in log.replace("1 rank ", "1 ranks ")
+
+
+CONFIGS = Path(__file__).parents[1] / "recipes" / "accelerate"
+
+
+def launched(config: Path, *options: str) -> dict[str, str]:
+    """The environment that `accelerate launch` gives its processes, by its own code."""
+    line = ["--config_file", str(config), *options, "script.py"]
+    args, *_ = _validate_launch_command(launch_command_parser().parse_args(line))
+    if args.use_deepspeed:
+        args.deepspeed_fields_from_accelerate_config = ""  # as the command itself does
+        return dict(prepare_deepspeed_cmd_env(args)[1])
+    return dict(prepare_multi_gpu_env(args))
+
+
+def test_the_accelerate_configs_choose_each_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(STRATEGIES)
+    for name in STRATEGIES:
+        environment = launched(CONFIGS / f"{name}.yaml")
+        assert (launched_strategy(environment) or "ddp") == name
+        left = {key for key in environment if key.startswith("ACCELERATE_USE_")}
+        assert left == set(), "accelerate would wrap the head by itself"
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("fsdp2", ["--fsdp_version", "1"]),
+        ("fsdp2", ["--fsdp_offload_params", "true"]),
+        ("zero2", ["--offload_optimizer_device", "cpu"]),
+    ],
+)
+def test_what_an_accelerate_config_asks_beyond_is_refused(
+    name: str, options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    with pytest.raises(UserError, match="fsdp_version 2 or a zero_stage, and no more"):
+        launched_strategy(launched(CONFIGS / f"{name}.yaml", *options))
+
+
+def test_half_done_work_may_go_on_with_other_settings_and_finished_work_may_not(
+    tmp_path: Path,
+) -> None:
+    """A run folder, as `train` uses it: accumulation may change while a run is not done."""
+    folder = RunFolder(tmp_path)
+    checkpoint = folder.stage("train") / "checkpoint"
+
+    def broken_off() -> None:
+        checkpoint.write_text("half")
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        run_stage(folder, "train", ["a", 1], broken_off, half=["a"])
+    run_stage(folder, "train", ["a", 2], lambda: None, half=["a"])
+    assert checkpoint.exists(), "went on"
+    run_stage(folder, "train", ["a", 4], lambda: None, half=["a"])
+    assert not checkpoint.exists(), "a finished run of another setting was set aside"
+    checkpoint.write_text("half")
+    run_stage(folder, "train", ["b", 4], lambda: None, half=["b"])
+    assert not checkpoint.exists()
+
+
+def test_the_launchers_strategy_is_not_contradicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for wanted in ("ddp", "zero2"):
+        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+        monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+        assert _launched(TrainConfig(parallel=wanted)).parallel == "zero2"
+        assert "ACCELERATE_USE_DEEPSPEED" not in os.environ
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(UserError, match=r"train\.parallel must be zero2"):
+        _launched(TrainConfig(parallel="fsdp2"))
+    assert _launched(TrainConfig(parallel="fsdp2")).parallel == "fsdp2"
 
 
 def test_an_unknown_strategy_is_refused() -> None:

@@ -248,7 +248,8 @@ def test_a_job_that_fails_is_reported_and_the_others_are_done(
         assert guarded(lambda: train(folder)) == 2
     told = capsys.readouterr()
     assert f"1 of 4 failed ({broken})" in told.err.splitlines()[-1]
-    assert f"{broken}: the loss must stay finite; received nan at step 3" in told.out
+    assert f"{broken}: the training loss must stay finite and must not explode" in told.out
+    assert "loss nan at step 3" in told.out
     last = table(folder)["jobs"][-1]
     assert (last["folder"], last["status"], last["figures"]) == (broken, "failed", {})
     assert "at step 3" in last["error"] and last["seconds"] is None

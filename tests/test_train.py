@@ -32,6 +32,7 @@ from mtp_train.train.config import TrainConfig
 from mtp_train.train.loop import CURVES, train
 from mtp_train.train.metrics import ValidationSums, joint_prefix
 from mtp_train.train.optim import learning_rate
+from mtp_train.train.order import Order, Position, sequence_costs, share_out
 from mtp_train.train.state import OPTIMIZER
 from mtp_train.train.step import PackLoss, RolloutModule
 
@@ -185,6 +186,42 @@ def test_every_sequence_is_trained_once_per_epoch_in_another_order(toy_target: T
     assert epochs[1] == epoch_packs(lengths, 10, 0, 1)
     assert epochs[1] != epoch_packs(lengths, 10, 1, 1)
     assert list(ordered_packs(lengths, 10)) == [[0], [1], [2, 3], [4], [5, 6, 7]]
+
+
+def test_packs_are_filled_and_their_order_says_nothing_of_how_full_they_are() -> None:
+    lengths = np.random.default_rng(0).integers(50, 330, 800)
+    packs = epoch_packs(lengths, 2048, 0, 0)
+    rows = np.array([lengths[pack].sum() for pack in packs])
+    assert rows.sum() / (2048 * len(packs)) > 0.97
+    halves = np.array_split(rows, 2)
+    assert abs(halves[0].mean() - halves[1].mean()) < 40
+
+
+def test_packs_are_shared_out_by_cost() -> None:
+    assert share_out([1.0, 9.0, 2.0, 8.0], 2) == [[1, 0], [3, 2]]
+    assert share_out([5.0, 1.0, 1.0, 1.0], 2) == [[0, 3], [1, 2]], "no rank gets more packs"
+    assert share_out([3.0], 3) == [[0], [], []]
+    costs = sequence_costs(np.array([10, 1000]), np.array([0, 500]), 32, 512)
+    assert costs.tolist() == [10 + 100 / 512, 1000 + 1_000_000 / 512 + 500]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_windows_begin_anywhere_and_ranks_take_every_pack_once(world: int) -> None:
+    lengths = np.array([3, 9, 4, 4, 12, 1, 7, 2, 8, 9, 10])
+    order = Order(lengths, np.ones_like(lengths), replace(BARE, epochs=2, accumulation=1))
+    start = order.position(len(order.epochs[0]) - 1)
+    assert start == Position(0, len(order.epochs[0]) - 1)
+    ranks = [order.windows(start, rank, world) for rank in range(world)]
+    for windows in zip(*ranks, strict=True):
+        assert len({len(window.packs) for window in windows}) == 1, "ranks stay in step"
+        assert len({(window.goals, window.begin, window.end) for window in windows}) == 1
+    taken = [
+        pack for windows in ranks for window in windows for pack, weight in window.packs if weight
+    ]
+    assert sorted(taken) == sorted([order.epochs[0][-1], *order.epochs[1]])
+    assert ranks[0][-1].end == order.total
+    assert order.position(order.total) == Position(2, 0)
+    assert order.windows(Position(2, 0), 0, world) == []
 
 
 def test_the_learning_rate_is_a_function_of_the_step_alone() -> None:

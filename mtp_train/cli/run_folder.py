@@ -79,16 +79,19 @@ def run_stage(
     *,
     keeps: bool = False,
     whole: Callable[[], bool] = lambda: True,
+    half: Any = None,
 ) -> None:
     """Run `work` unless the stage is done with these inputs; `work` returns what its outputs are (a digest's input).
 
     What other inputs left in the stage's folder is not mixed in: a finished stage is set aside as `<stage>.before`
     (in the place of an older one), a half-done one is removed, unless the stage knows what of it may stay (`keeps`).
-    A stage whose outputs are gone (not `whole`) is not done.
+    A stage whose outputs are gone (not `whole`) is not done. `half`: the inputs that half-done work belongs to, where
+    it can be gone on from with some others changed.
     """
     place, ranks = folder.stage(name), ranks or Ranks()
     require_writable(place)
     wanted = digest(inputs)
+    wanted_half = wanted if half is None else digest(half)
     stamp, begun = place / STAMP, place / BEGUN
     done = _inputs(stamp) == wanted and whole()
     ranks.wait()
@@ -96,11 +99,12 @@ def run_stage(
         say(f"{name}: done before, inputs unchanged")
         return
     if ranks.main:
-        if not keeps and _inputs(begun) != wanted:
+        finished = _inputs(stamp) not in (None, wanted)
+        if not keeps and (finished or _inputs(begun) != wanted_half):
             _set_aside(place, stamp.is_file())
             require_writable(place)
         stamp.unlink(missing_ok=True)
-        write_json(begun, {"inputs": wanted})
+        write_json(begun, {"inputs": wanted_half})
     ranks.wait()
     begin = time.perf_counter()
     outputs = work()

@@ -1,9 +1,10 @@
-"""`mtp-train train`, or `accelerate launch -m mtp_train.cli.train`: features to a head."""
+"""`mtp-train train`, or `torchrun -m mtp_train.cli.train` on several ranks: features to a head."""
 
 from __future__ import annotations
 
+import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,14 @@ from mtp_train.cli.features import open_features, require_current, trained_count
 from mtp_train.cli.job import PRECISIONS, Job
 from mtp_train.cli.main import dispatch, guarded
 from mtp_train.cli.run_folder import run_stage
+from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import file_digest
 from mtp_train.heads.families import build_head
 from mtp_train.models.target import target_hash
 from mtp_train.train.config import TrainConfig
 from mtp_train.train.loop import train
+from mtp_train.train.parallel import launched_strategy
+from mtp_train.train.state import unspread
 
 
 def stage(job: Job) -> None:
@@ -35,12 +39,11 @@ def part() -> None:
 
 def fit(job: Job) -> None:
     """The stage, one of several of a process: their process group stays."""
-    config: TrainConfig = job.section("train", TrainConfig)
+    config = _launched(job.section("train", TrainConfig))
     head_config = job.head_config
     before = job.folder.require("precompute")["outputs"]
     require_current(job, before)
-    inputs = [
-        asdict(config),
+    data = [
         asdict(head_config),
         before,
         job.target_inputs,
@@ -48,13 +51,15 @@ def fit(job: Job) -> None:
         read_card(Path(config.warm_start)).sha256 if config.warm_start else "",
         *begun_from(head_config),
     ]
+    whoever = unspread(asdict(config))
     run_stage(
         job.folder,
         "train",
-        inputs,
+        [whoever | {"accumulation": config.accumulation}, *data],
         lambda: _work(job, config, head_config),
         job.process.ranks,
         whole=(job.folder.head / TENSORS).is_file,
+        half=[whoever, *data],
     )
 
 
@@ -62,6 +67,17 @@ def begun_from(head_config: Any) -> list[str]:
     """The digest of the model that a head begins as, if there is one."""
     path = getattr(head_config, "path", "")
     return [target_hash(path)] if path else []
+
+
+def _launched(config: TrainConfig) -> TrainConfig:
+    """The configuration with the strategy of the launcher's config file, if that names one."""
+    launched = launched_strategy(os.environ)
+    if not launched or launched == config.parallel:
+        return config
+    if config.parallel != TrainConfig.parallel:
+        rule = f"train.parallel must be {launched}, as the launcher's config file says"
+        raise UserError(rule, config.parallel, "leave one of them out")
+    return replace(config, parallel=launched)
 
 
 def _work(job: Job, config: TrainConfig, head_config: Any) -> Any:

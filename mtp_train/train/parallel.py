@@ -8,9 +8,10 @@ Knows neither data nor order nor files: tensors go in and out whole, on every ra
 
 from __future__ import annotations
 
+import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any, cast
@@ -29,6 +30,12 @@ from mtp_train.train.optim import load_optimizer, make_optimizer, optimizer_tens
 from mtp_train.train.step import RolloutModule
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+NOT_TAKEN = (
+    "FSDP_OFFLOAD_PARAMS",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE",
+)
 BUCKET = 50_000_000  # elements that ZeRO reduces at once
 
 
@@ -208,7 +215,9 @@ class Zero(Strategy):
 
     def clip(self) -> float:
         self.engine.step()
-        return float(self.engine.get_global_grad_norm())
+        # a gradient that is not finite is left out in silence, its norm too
+        norm = self.engine.get_global_grad_norm() if self.engine.was_step_applied() else math.nan
+        return float(norm)
 
     def step(self) -> None:
         """`clip` has done it."""
@@ -270,6 +279,26 @@ def make_strategy(
     if config.parallel == "fsdp2":
         return Shards(rollout, config, accelerator)
     return Zero(int(config.parallel.removeprefix("zero")), rollout, config, accelerator)
+
+
+def launched_strategy(environment: MutableMapping[str, str]) -> str:
+    """The strategy of the config file that `accelerate launch` was given; empty if it names none.
+
+    Takes accelerate's requests out of the environment: it starts ranks, and the strategies here do the rest. What a
+    file asks for beyond that is refused rather than left undone.
+    """
+    fsdp = environment.pop("ACCELERATE_USE_FSDP", "") == "true"
+    zero = environment.pop("ACCELERATE_USE_DEEPSPEED", "") == "true"
+    values = {name: environment.get(name, "none") for name in NOT_TAKEN}
+    asked = [name for name, value in values.items() if value not in ("none", "false")]
+    if fsdp and environment.get("FSDP_VERSION") != "2":
+        asked.append(f"FSDP_VERSION={environment.get('FSDP_VERSION')}")
+    if (fsdp or zero) and asked:
+        rule = "an accelerate config may choose fsdp_version 2 or a zero_stage, and no more"
+        raise UserError(rule, ", ".join(asked), "begin from a file of recipes/accelerate")
+    if fsdp:
+        return "fsdp2"
+    return f"zero{environment.get('ACCELERATE_DEEPSPEED_ZERO_STAGE')}" if zero else ""
 
 
 def _hollow(head: DraftHead) -> DraftHead:
