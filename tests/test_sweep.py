@@ -249,11 +249,11 @@ def test_a_job_that_fails_is_reported_and_the_others_are_done(
     told = capsys.readouterr()
     assert f"1 of 4 failed ({broken})" in told.err.splitlines()[-1]
     assert f"{broken}: the training loss must stay finite and must not explode" in told.out
-    assert "loss nan at step 3" in told.out
+    assert "loss nan at step 4" in told.out
     last = table(folder)["jobs"][-1]
     assert (last["folder"], last["status"], last["figures"]) == (broken, "failed", {})
-    assert "at step 3" in last["error"] and last["seconds"] is None
-    assert "at step 3" in (sweep_folder(folder) / "table.md").read_text()
+    assert "at step 4" in last["error"] and last["seconds"] is None
+    assert "at step 4" in (sweep_folder(folder) / "table.md").read_text()
     whole = heads(finished)
     assert heads(folder) == {name: whole[name] for name in NAMES - {broken}}
 
