@@ -429,7 +429,7 @@ def test_two_ranks_share_each_job_and_the_error_of_one(precomputed: Path, tmp_pa
     )
     found = table(folder, "train.learning_rate")
     assert [job["status"] for job in found["jobs"]] == ["done", "done", "failed"], done.stderr
-    assert "the loss must stay finite" in found["jobs"][-1]["error"]
+    assert "the training loss must stay finite" in found["jobs"][-1]["error"]
     assert done.returncode != 0
     assert "1 of 3 failed" in done.stderr
     assert done.stdout.count("over seeds") == 0 and done.stdout.count("status") == 1, "one table"
