@@ -31,7 +31,6 @@ from mtp_train.regenerate.journal import Journal
 from mtp_train.regenerate.stage import RegenerateConfig
 from mtp_train.store.shards import FeatureStore
 from mtp_train.train.config import TrainConfig
-from recipes import waiting
 
 REPOSITORY = Path(__file__).parents[1]
 PROMPTS = {
@@ -488,8 +487,6 @@ def test_every_recipe_parses_into_every_component() -> None:
     folders = {path.name for path in REPOSITORY.glob("recipes/*") if path.is_dir()}
     assert set(names) == folders - {"accelerate"}, "a recipe without a config"
     for name in names:
-        if name in waiting():  # its own test says what for
-            continue
         config = load_config([f"recipe={name}"])
         assert {key: type(section(config, key, cls)) for key, cls in SECTIONS.items()} == SECTIONS
         prompts = section(config, "regenerate", RegenerateConfig).prompts

@@ -17,16 +17,12 @@ from mtp_train.cli.config import load_config
 from mtp_train.cli.main import dispatch
 from mtp_train.models.sizes import target_sizes
 from mtp_train.models.target import Target
-from recipes import RECIPES, dimensions, sized, waiting
+from recipes import RECIPES, dimensions, sized
 
 sys.path.insert(0, str(RECIPES.parent / "tools"))
 from plan_recipes import BLOCK, plan_table
 
-WAITING = waiting()
-EACH = [
-    pytest.param(name, marks=pytest.mark.skip(reason=WAITING[name]) if name in WAITING else ())
-    for name in sized()
-]
+EACH = sized()
 PARAMETERS = {  # in 10^9, as the models' names say
     "llama31_8b_mtp_8gpu": 8.03,
     "llama31_8b_eagle3_8gpu": 8.03,
