@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mtp_train.attention.packed import RolloutContext
+from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.engine import Engine, EngineConfig
-from mtp_train.engine.propose import ChainProposer
 from mtp_train.engine.sequences import Request
 from mtp_train.heads.mtp import MtpConfig, build
 from mtp_train.losses.chunked import ON_DISTRIBUTION, ON_LABELS, distill

@@ -235,13 +235,22 @@ def probabilities(logits: Tensor, temperature: float) -> Tensor:
     return torch.softmax(logits.float() / temperature, dim=-1)
 
 
-def draw(weights: Tensor, random: Randomness) -> Tensor:
+def draw(weights: Tensor, random: Randomness, rows: Sequence[int] | None = None) -> Tensor:
     """One index per row, with chance proportional to `weights` [..., V] -> [...].
 
     The exponential race: argmax of w/e with e ~ Exp(1) is index i with chance w_i / sum(w).
+
+    rows: how many rows of each sequence of weights [B, R, V] are wanted; the others take nothing of its randomness.
     """
-    race = torch.empty_like(weights)
-    for part, generator in _parts(race, random):
+    race = torch.ones_like(weights)
+    if rows is None or isinstance(random, torch.Generator):
+        parts = list(_parts(race, random))
+    else:
+        parts = [
+            (part[:count], generator)
+            for (part, generator), count in zip(_parts(race, random), rows, strict=True)
+        ]
+    for part, generator in parts:
         part.exponential_(generator=generator)
     return (weights / race).argmax(dim=-1)
 
