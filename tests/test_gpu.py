@@ -90,7 +90,7 @@ def test_paged_attention_row_by_row(
 
 
 @needs_flashinfer
-def test_long_prompts_take_hoppers_own_kernel_where_there_is_one() -> None:
+def test_flashinfer_takes_hoppers_own_kernel_for_long_prompts_where_there_is_one() -> None:
     heads = Heads(8, 2, 128, 128)
     case = make_case([Item(0, 300), Item(500, 100), Item(40, 1)], heads, torch.bfloat16, "cuda")
     for name in ("plain", "sinks"):
@@ -99,7 +99,7 @@ def test_long_prompts_take_hoppers_own_kernel_where_there_is_one() -> None:
 
 
 @needs_flashinfer
-def test_expanded_latent_attention_runs_on_torch_instead() -> None:
+def test_flashinfer_leaves_expanded_latent_attention_to_torch() -> None:
     backend = backend_for(GPU, "flashinfer")
     heads = Heads(4, 4, 192, 128)
     case = make_case(BATCHES["trees"], heads, torch.bfloat16, "cuda", page=16)
@@ -110,7 +110,7 @@ def test_expanded_latent_attention_runs_on_torch_instead() -> None:
 
 @needs_flashinfer
 @pytest.mark.parametrize("batch", ["a row each", "verified rows"])
-def test_planning_and_attending_wait_for_nothing(batch: str) -> None:
+def test_flashinfer_plans_and_attends_without_waiting(batch: str) -> None:
     """The device is busy with what came before all the while: nothing is read back from it."""
     heads, backend = Heads(6, 2, 64, 64), backend_for(GPU, "flashinfer")
     case = make_case(BATCHES[batch], heads, torch.bfloat16, "cuda", layers=2, page=16)
@@ -127,7 +127,7 @@ def test_planning_and_attending_wait_for_nothing(batch: str) -> None:
 
 
 @needs_flashinfer
-def test_plans_made_far_ahead_of_the_device_leave_each_other_alone() -> None:
+def test_flashinfers_plans_far_ahead_of_the_device_leave_each_other_alone() -> None:
     heads, backend = Heads(6, 2, 64, 64), backend_for(GPU, "flashinfer")
     rule = on_gpu("plain", heads)
     cases = [
