@@ -26,6 +26,7 @@ class EngineConfig:
         share_prefixes: sequences that begin with the same tokens share full pages.
         order: `overlapped` shows the head what was verified before the host knows what was accepted, and drafts one
             token ahead at once where one is all; `plain` does one thing after the other. The tokens are the same.
+        attention: `flashinfer`, `torch`, or `auto`: FlashInfer where there is a GPU and the package.
         alphas: measure sum over tokens of min(p, q) at every draft position that is reached.
     """
 
@@ -37,6 +38,7 @@ class EngineConfig:
     mixed_drafts: bool = True
     share_prefixes: bool = True
     order: str = "overlapped"
+    attention: str = "auto"
     alphas: bool = False
 
     def __post_init__(self) -> None:

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtp_train.attention.paged import BatchPlan, PagedContext, TreeRows, plan_batch
+from mtp_train.attention.paged import BatchPlan, TreeRows, plan_batch
 from mtp_train.batches.align import next_tokens, verified_tokens
 from mtp_train.engine.clock import Clock
 from mtp_train.engine.logprobs import token_logprobs
@@ -187,7 +187,7 @@ class Step:
     def _target_rows(self, token_T: Tensor, plan: BatchPlan) -> dict[str, Tensor]:
         """The post-norm states and those that the proposer is shown, by name."""
         names = dict.fromkeys((self.target.state, *self.proposer.states))
-        context = PagedContext.of(self.cache, plan)
+        context = self.cache.context(plan)
         return self.target.capture(token_T, plan.positions, context, tuple(names))
 
     def _logits(
