@@ -114,7 +114,7 @@ def test_the_best_drafts_of_a_head_leave_the_distribution_too(
     assert check(toy, engine, SAMPLERS[sampler]).p_value > 1e-4
 
 
-@pytest.mark.parametrize("scheme", ["medusa_fixed", "medusa_chain"])
+@pytest.mark.parametrize("scheme", ["medusa_fixed", "mtp_dynamic"])
 def test_typical_acceptance_changes_the_distribution(toy: Toy, scheme: str) -> None:
     engine = make_engine(toy, SCHEMES[scheme](toy.target), verification="typical")
     assert not engine.config.lossless
