@@ -24,7 +24,7 @@ from mtp_train.engine.sampling import Sampling
 from mtp_train.engine.sequences import Completion, Request
 from mtp_train.models.target import Target
 
-ROUNDS = 4000  # enough for the controls to fail by far
+ROUNDS = 3000  # enough for the controls to fail by far
 
 # Rules that differ much from each other on the toy target.
 SAMPLERS = {
@@ -33,7 +33,7 @@ SAMPLERS = {
     "top_k": Sampling(1.0, top_k=3),
     "top_p": Sampling(1.3, top_p=0.8),
     "min_p": Sampling(1.3, min_p=0.3),
-    "penalty": Sampling(1.0, repetition_penalty=1.8),
+    "penalty": Sampling(1.0, repetition_penalty=2.5),
     "all": Sampling(1.3, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.4),
 }
 

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 import torch
-from distribution import SAMPLERS, Toy, check, chi_square, make_engine, make_toy, p_value
+from distribution import (
+    SAMPLERS,
+    Toy,
+    check,
+    check_mixed,
+    chi_square,
+    make_engine,
+    make_toy,
+    p_value,
+)
 from transformers import LlamaConfig
 
 from mtp_train.engine import engine as engine_module
 from mtp_train.engine.propose import ChainProposer, Proposer
-from mtp_train.engine.sampling import draw
+from mtp_train.engine.sampling import Rules, Sampling, draw
+from mtp_train.engine.sequences import Request
 from mtp_train.engine.verify import leading, verify_sampled
 from mtp_train.heads.base import DraftHead
 from mtp_train.heads.draft_model import DraftModelConfig
@@ -111,6 +122,78 @@ def test_the_same_test_catches_a_broken_verification(
     assert check(toy, make_engine(toy, SCHEMES[scheme](toy.target)), SAMPLERS["plain"]).p_value < (
         1e-6
     )
+
+
+# The engine that reads every rule of `Sampling` lets a request bring its own.
+needs_rules = pytest.mark.skipif(
+    "sampling" not in {field.name for field in fields(Request)},
+    reason="this engine knows temperature alone",
+)
+GREEDY = {"greedy": Sampling(), "greedy_penalty": Sampling(repetition_penalty=2.5)}
+
+
+@needs_rules
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_sampler_is_exact_in_batches_of_all(toy: Toy, scheme: str) -> None:
+    samplers = SAMPLERS | GREEDY
+    found = check_mixed(toy, make_engine(toy, SCHEMES[scheme](toy.target)), samplers, rounds=1500)
+    assert len(found) == len(samplers)
+    assert {name: one for name, one in found.items() if one.p_value <= 1e-4} == {}
+
+
+@needs_rules
+@pytest.mark.parametrize("sampler", ["top_p", "all"])
+def test_a_sampler_is_exact_in_batches_of_its_own(toy: Toy, sampler: str) -> None:
+    engine = make_engine(toy, SCHEMES["mtp_chain"](toy.target))
+    assert check(toy, engine, SAMPLERS[sampler]).p_value > 1e-4
+
+
+PROBABILITIES = Rules.probabilities
+
+
+def _without_penalty(
+    rules: Rules, logits: torch.Tensor, seen: torch.Tensor | None = None
+) -> torch.Tensor:
+    plain = [replace(sampling, repetition_penalty=1.0) for sampling in rules.samplings]
+    return PROBABILITIES(Rules.of(plain, logits.device), logits)
+
+
+def _drafts_unseen(
+    rules: Rules, logits: torch.Tensor, seen: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Every row penalised as the root is: drafts above it are forgotten."""
+    if seen is not None and seen.dim() == 3:
+        seen = seen[:, :1].expand_as(seen)
+    return PROBABILITIES(rules, logits, seen)
+
+
+def _filters_before_temperature(
+    rules: Rules, logits: torch.Tensor, seen: torch.Tensor | None = None
+) -> torch.Tensor:
+    warm = [replace(sampling, temperature=1.0) for sampling in rules.samplings]
+    kept = PROBABILITIES(Rules.of(warm, logits.device), logits, seen) > 0
+    p = torch.softmax(logits / rules.samplings[0].temperature, -1) * kept
+    return p / p.sum(-1, keepdim=True)
+
+
+@needs_rules
+@pytest.mark.parametrize(
+    ("sampler", "broken"),
+    [
+        ("penalty", _without_penalty),
+        ("penalty", _drafts_unseen),
+        ("all", _without_penalty),
+        ("top_p", _filters_before_temperature),
+        ("min_p", _filters_before_temperature),
+    ],
+)
+@pytest.mark.parametrize("scheme", ["mtp_chain", "draft_target"])
+def test_the_same_test_catches_broken_rules(
+    toy: Toy, scheme: str, sampler: str, broken: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Rules, "probabilities", broken)
+    engine = make_engine(toy, SCHEMES[scheme](toy.target))
+    assert check(toy, engine, SAMPLERS[sampler]).p_value < 1e-6
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
