@@ -190,14 +190,8 @@ def _softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def _nucleus(p: np.ndarray, top_p: float) -> np.ndarray:
-    """From the most likely down (of equals, the later first) until the chance so far is enough."""
-    kept, so_far = np.zeros_like(p), 0.0
-    for token in sorted(range(len(p)), key=lambda at: (p[at], at), reverse=True):
-        if so_far >= top_p:
-            break
-        kept[token] = p[token]
-        so_far += p[token]
-    return kept
+    """What no more likely tokens have enough chance without."""
+    return np.array([chance if p[p > chance].sum() < top_p else 0.0 for chance in p])
 
 
 def p_value(observed: np.ndarray, probability: np.ndarray) -> float:
