@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from distribution import SAMPLERS, Toy, check, chi_square, make_engine, make_toy, p_value
+from distribution import (
+    SAMPLERS,
+    Toy,
+    check,
+    check_mixed,
+    chi_square,
+    make_engine,
+    make_toy,
+    p_value,
+)
 from transformers import LlamaConfig
 
 from mtp_train.engine import step as step_module
@@ -15,7 +25,7 @@ from mtp_train.engine.branch import TreeConfig, TreeProposer
 from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.ngram import NgramProposer
 from mtp_train.engine.propose import Proposer
-from mtp_train.engine.sampling import draw
+from mtp_train.engine.sampling import Rules, Sampling, draw
 from mtp_train.engine.verify import leading, verify_sampled, verify_tree
 from mtp_train.heads.base import DraftHead
 from mtp_train.heads.draft_model import DraftModelConfig
@@ -90,7 +100,7 @@ SCHEMES: dict[str, Callable[[Target], Proposer | None]] = {
 }
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("sampler", ["plain", "cold"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_sampled_output_is_distributed_as_the_target(toy: Toy, scheme: str, sampler: str) -> None:
     engine = make_engine(toy, SCHEMES[scheme](toy.target))
@@ -140,18 +150,6 @@ def test_the_same_test_catches_a_broken_tree(
     assert check(toy, engine, SAMPLERS["plain"]).p_value < 1e-6
 
 
-@pytest.mark.parametrize("scheme", ["mtp_chain", "mtp_dynamic"])
-def test_the_same_test_catches_a_penalty_that_forgets_the_drafts(
-    toy: Toy, scheme: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def known_alone(seen_BV: torch.Tensor, token_BN: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        return seen_BV.unsqueeze(1).repeat(1, token_BN.shape[1] + 1, 1)
-
-    monkeypatch.setattr(step_module, "seen_with_drafts", known_alone)
-    engine = make_engine(toy, SCHEMES[scheme](toy.target))
-    assert check(toy, engine, SAMPLERS["penalty"]).p_value < 1e-6
-
-
 def _without_residual(
     draft_BK: torch.Tensor,
     draft_p: torch.Tensor,
@@ -181,6 +179,70 @@ def test_the_same_test_catches_a_broken_verification(
     assert check(toy, make_engine(toy, SCHEMES[scheme](toy.target)), SAMPLERS["plain"]).p_value < (
         1e-6
     )
+
+
+GREEDY = {"greedy": Sampling(), "greedy_penalty": Sampling(repetition_penalty=2.5)}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_sampler_is_exact_in_batches_of_all(toy: Toy, scheme: str) -> None:
+    samplers = SAMPLERS | GREEDY
+    found = check_mixed(toy, make_engine(toy, SCHEMES[scheme](toy.target)), samplers, rounds=1500)
+    assert len(found) == len(samplers)
+    assert {name: one for name, one in found.items() if one.p_value <= 1e-4} == {}
+
+
+@pytest.mark.parametrize("sampler", ["top_p", "all"])
+def test_a_sampler_is_exact_in_batches_of_its_own(toy: Toy, sampler: str) -> None:
+    engine = make_engine(toy, SCHEMES["mtp_chain"](toy.target))
+    assert check(toy, engine, SAMPLERS[sampler]).p_value > 1e-4
+
+
+PROBABILITIES = Rules.probabilities
+
+
+def _without_penalty(
+    rules: Rules, logits: torch.Tensor, seen: torch.Tensor | None = None
+) -> torch.Tensor:
+    plain = [replace(sampling, repetition_penalty=1.0) for sampling in rules.samplings]
+    return PROBABILITIES(Rules.of(plain, logits.device), logits)
+
+
+def _drafts_unseen(
+    rules: Rules, logits: torch.Tensor, seen: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Every row penalised as the root is: drafts above it are forgotten."""
+    if seen is not None and seen.dim() == 3:
+        seen = seen[:, :1].expand_as(seen)
+    return PROBABILITIES(rules, logits, seen)
+
+
+def _filters_before_temperature(
+    rules: Rules, logits: torch.Tensor, seen: torch.Tensor | None = None
+) -> torch.Tensor:
+    warm = [replace(sampling, temperature=1.0) for sampling in rules.samplings]
+    kept = PROBABILITIES(Rules.of(warm, logits.device), logits, seen) > 0
+    p = torch.softmax(logits / rules.samplings[0].temperature, -1) * kept
+    return p / p.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "broken"),
+    [
+        ("penalty", _without_penalty),
+        ("penalty", _drafts_unseen),
+        ("all", _without_penalty),
+        ("top_p", _filters_before_temperature),
+        ("min_p", _filters_before_temperature),
+    ],
+)
+@pytest.mark.parametrize("scheme", ["mtp_chain", "draft_target", "mtp_dynamic"])
+def test_the_same_test_catches_broken_rules(
+    toy: Toy, scheme: str, sampler: str, broken: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Rules, "probabilities", broken)
+    engine = make_engine(toy, SCHEMES[scheme](toy.target))
+    assert check(toy, engine, SAMPLERS[sampler]).p_value < 1e-6
 
 
 @pytest.mark.parametrize("name", SAMPLERS)

@@ -39,6 +39,7 @@ from mtp_train.engine.sampling import (
     Randomness,
     Rules,
     Sampling,
+    best,
     draw,
     seen_tokens,
     seen_with_drafts,
@@ -218,7 +219,7 @@ class Step:
         chain = tree is None and not typical
         alpha_BK = self._alphas(decoding, draft, logits_BRV, seen)
         if rules.greedy and not typical:
-            choice_BR = rules.logits(logits_BRV, seen).argmax(dim=-1)
+            choice_BR = best(rules.logits(logits_BRV, seen))
         else:
             p_BRV = rules.probabilities(logits_BRV, seen)
             random = self.random(decoding)
@@ -252,7 +253,7 @@ class Step:
         rules = self._rules_of(ending)
         seen = self._known_tokens(ending) if rules.penalised else None
         if rules.greedy:
-            first_E = rules.logits(logits_EV, seen).argmax(dim=-1)
+            first_E = best(rules.logits(logits_EV, seen))
         else:
             first_E = draw(rules.probabilities(logits_EV, seen), self.random(ending))
         return self._scripted(first_E.unsqueeze(1), ending, None).squeeze(1)
