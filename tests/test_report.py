@@ -13,6 +13,7 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
+from report_samples import enriched
 
 from mtp_train.core.errors import UserError
 from mtp_train.page.scale import fit, whole_steps
@@ -268,7 +269,8 @@ def leaves(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[tuple[Any, ...
         return [leaf for key, inner in value.items() for leaf in leaves(inner, (*place, key))]
     if isinstance(value, list):
         return [leaf for i, inner in enumerate(value) for leaf in leaves(inner, (*place, i))]
-    return [(place, value)] if isinstance(value, int | float) else []
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return [(place, value)] if number else []
 
 
 def replaced(value: Any, place: tuple[Any, ...], leaf: float) -> Any:
@@ -296,6 +298,11 @@ def whole_page() -> str:
     return page(evaluation(), curves(), STAGES)
 
 
+@pytest.fixture(scope="module")
+def rich_page() -> str:
+    return page(enriched(evaluation()), curves(), STAGES)
+
+
 def test_report_json_round_trips(tmp_path):
     told, rows = evaluation(), curves()
     write_report(told, rows, STAGES, tmp_path / "report")
@@ -309,26 +316,44 @@ def test_report_json_round_trips(tmp_path):
 
 
 def test_another_format_is_refused_and_nothing_is_written(tmp_path):
-    with pytest.raises(UserError, match="format 1; received 2"):
-        write_report(evaluation() | {"format": 2}, [], {}, tmp_path / "report")
+    with pytest.raises(UserError, match="format 1 or 2; received 3"):
+        write_report(evaluation() | {"format": 3}, [], {}, tmp_path / "report")
     assert not (tmp_path / "report").exists()
 
 
-def test_every_figure_is_in_the_markdown():
-    told = evaluation()
+def rich() -> dict[str, Any]:
+    return enriched(evaluation())
+
+
+def in_written_units(told: dict[str, Any]) -> dict[str, Any]:
+    """The costs as the report writes them: milliseconds and per cent."""
+    told = copy.deepcopy(told)
+    for one in told.get("speed_model", {}).get("costs", {}).get("batches", ()):
+        one["target"] = [1000 * seconds for seconds in one["target"]]
+        one["observe"] = [1000 * seconds for seconds in one["observe"][1:]]
+        one["draft"] *= 1000
+        one["noise"] = {part: 100 * share for part, share in one["noise"].items()}
+    return told
+
+
+@pytest.mark.parametrize("make", [evaluation, rich])
+def test_every_figure_is_in_the_markdown(make):
+    told = make()
     rows = [row for row in curves() if "validation" in row]
     numbers = written_numbers(markdown(told, rows, STAGES))
+    told = in_written_units(told)
     wanted = leaves({**told, "examples": []}) + leaves(rows) + leaves(STAGES)
     assert len(wanted) > 600
     assert [(place, value) for place, value in wanted if not is_written(value, numbers)] == []
 
 
-def test_every_figure_changes_the_markdown():
+@pytest.mark.parametrize("make", [evaluation, rich])
+def test_every_figure_changes_the_markdown(make):
     """No figure is only there by coincidence: change one, and the text changes."""
-    told = evaluation()
+    told = make()
     before = markdown(told, [], STAGES)
     for place, value in leaves({**told, "examples": []}):
-        if place == ("format",):
+        if place == ("format",) or place[-2:] == ("observe", 0):  # no draft, no head to observe
             continue
         changed = replaced(told, place, value + 1)
         assert markdown(changed, [], STAGES) != before, place
@@ -402,9 +427,14 @@ def test_examples_keep_their_whitespace_and_mark_each_kind(whole_page):
 def test_the_page_fetches_nothing(whole_page):
     fetching = {"src", "href", "srcset", "poster", "action", "formaction", "data", "background"}
     found = [
-        (tag, name) for tag, attrs in Reader(whole_page).tags for name in attrs if name in fetching
+        (tag, name, value)
+        for tag, attrs in Reader(whole_page).tags
+        for name, value in attrs.items()
+        if name in fetching
     ]
-    assert found == []
+    assert {(tag, name) for tag, name, _ in found} == {("a", "href")}
+    places = {attrs.get("id") for _, attrs in Reader(whole_page).tags}
+    assert [value for _, _, value in found if value[0] != "#" or value[1:] not in places] == []
     assert not re.search(
         r"url\(|@import|https?:|//[a-z]+\.|fetch\(|XMLHttpRequest|import\(", whole_page
     )

@@ -19,6 +19,8 @@ from mtp_train.page.figures import (
 )
 from mtp_train.page.table import Row, Table
 from mtp_train.report.measures import Measure, comparisons, measures, parts, runs
+from mtp_train.report.slices import slice_tables
+from mtp_train.report.speed_model import model_tables
 
 LABELS = ("set", "decoding", "category")
 CURVE_ROWS = 20  # a long training curve is thinned to about as many rows
@@ -74,10 +76,11 @@ def item(values: Sequence[Any] | None, index: int) -> Any:
 def validation(evaluation: Mapping[str, Any]) -> Table:
     """The same quantity through both forwards, and what lies between them."""
     trained, served = (evaluation["validation"][name] for name in ("training", "engine"))
-    rows = []
+    rows, gaps = [], evaluation["validation"].get("difference", {})
     for name in dict.fromkeys([*trained, *served]):
         ours, theirs = trained.get(name), served.get(name)
         gap = MISSING if ours is None or theirs is None else signed(theirs - ours, 5)
+        gap = signed(gaps[name], 5) if name in gaps else gap
         rows.append((name, figure(ours, 5), figure(theirs, 5), gap))
     return Table("Training and engine", ("validation", "training", "engine", "difference"), rows)
 
@@ -168,12 +171,20 @@ def stage_times(stages: Mapping[str, float]) -> Table:
 def provenance(evaluation: Mapping[str, Any]) -> Table:
     rows = []
     for name in ("target", "head", "machine", "versions"):
-        told = evaluation.get(name, {})
-        rows += [(f"{name}: {key}", anything(told[key])) for key in told]
+        rows += [(f"{name}: {key}", anything(told)) for key, told in flat(evaluation.get(name, {}))]
     for name in ("data_digest", "dtype", "k", "max_new_tokens", "command"):
         if name in evaluation:
             rows.append((name.replace("_", " "), anything(evaluation[name])))
     return Table("Provenance", ("what", "value"), rows, 2)
+
+
+def flat(told: Mapping[str, Any], before: str = "") -> Iterable[tuple[str, Any]]:
+    """A record's values, those of records within it by dotted names."""
+    for key, value in told.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value
 
 
 def all_tables(
@@ -188,6 +199,7 @@ def all_tables(
     if "lossless" in evaluation:
         makers |= {"lossless": lossless, "exceptions": exceptions}
     found = {name: make(evaluation) for name, make in makers.items()}
+    found |= slice_tables(evaluation) | model_tables(evaluation)
     found |= {
         "validation_curve": validation_curve(curves),
         "training_curve": training_curve(curves),

@@ -1,0 +1,134 @@
+"""What format 2 of an evaluation adds, made up (no figure here was measured), and a comparison of three runs."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+OUTPUT_BINS = ((0, 256), (256, 1024), (1024, 4096), (4096, None))
+PROMPT_BINS = ((0, 128), (128, 512), (512, 2048), (2048, 8192), (8192, None))
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+NAMES = ("baseline", "three-step rollout", "no input norms")
+
+
+def enriched(evaluation: dict[str, Any]) -> dict[str, Any]:
+    """A format-1 evaluation with every addition of format 2."""
+    rng = random.Random(6)
+    told = copy.deepcopy(evaluation)
+    told["format"] = 2
+    for modes in told["sets"].values():
+        for whole in modes.values():
+            whole |= cuts(rng, whole)
+    found = told["validation"]
+    served, trained = found["engine"], found["training"]
+    found["difference"] = {name: served[name] - trained[name] for name in served}
+    told["head"]["config"] = {"enorm": True, "init": "last_layer", "loss": {"kl": 1.0, "tv": 0.0}}
+    told["grid"] = [
+        grid_row(rng, told, name, temperature, k)
+        for name in told["sets"]
+        for temperature in (0.0, 0.6, 1.0)
+        for k in (1, 2, 3, 5)
+    ]
+    told["speed_model"] = speed_model(rng, told["sets"]["heldout"]["greedy"]["per_position"])
+    return told
+
+
+def cuts(rng: random.Random, whole: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "by_output_position": [
+            part(rng, whole, 1 - 0.10 * i, 4 + i) | {"from": low, "to": high}
+            for i, (low, high) in enumerate(OUTPUT_BINS)
+        ],
+        "by_prompt_length": [
+            part(rng, whole, 1 - 0.07 * i, 3 + i) | {"from": low, "to": high}
+            for i, (low, high) in enumerate(PROMPT_BINS)
+        ],
+        "by_turn": [part(rng, whole, share, 2) | {"turn": i} for i, share in ((1, 1.0), (2, 0.93))],
+    }
+    shares = whole["conditional"]
+    expected = [share + rng.uniform(-0.01, 0.01) for share in shares]
+    return found | {"alpha_expected": {"per_position": expected}}
+
+
+def part(rng: random.Random, whole: dict[str, Any], share: float, divisor: int) -> dict[str, Any]:
+    """A part of the prompts, whose drafts fare `share` as well."""
+    per_position = [value * share * rng.uniform(0.95, 1.05) for value in whole["per_position"]]
+    tau, spread = 1 + sum(per_position), 0.04 * divisor**0.5
+    return {
+        "prompts": whole["prompts"] // divisor + 1,
+        "tokens": whole["tokens"] // divisor,
+        "drafts": whole["drafts"] // divisor,
+        "tau": tau,
+        "tau_ci": [tau - spread, tau + spread],
+        "per_position": per_position,
+    }
+
+
+def grid_row(
+    rng: random.Random, told: dict[str, Any], name: str, temperature: float, k: int
+) -> dict[str, Any]:
+    known = told["sets"][name]["greedy"]["per_position"]
+    per_position = [
+        (1 - 0.2 * temperature) * (known[i] if i < 3 else known[2] * 0.4 ** (i - 2))
+        for i in range(k)
+    ]
+    tau = 1 + sum(per_position) + rng.uniform(-0.01, 0.01)
+    return {
+        "set": name,
+        "temperature": temperature,
+        "k": k,
+        "prompts": 24,
+        "tokens": 2400,
+        "drafts": 1400,
+        "tau": tau,
+        "tau_ci": [tau - 0.05, tau + 0.06],
+        "per_position": per_position,
+    }
+
+
+def speed_model(rng: random.Random, per_position: list[float]) -> dict[str, Any]:
+    chances = [*per_position, *(per_position[2] * 0.5**i for i in range(1, 6))]
+    predicted = []
+    for batch in BATCHES:
+        for k in range(1, 9):
+            cost = 1 + (0.02 + 0.008 * batch**0.8) * k + 0.06 * k
+            speedup = (1 + sum(chances[:k])) / cost
+            extrapolated = k > 3 or batch > 16
+            predicted.append(
+                {"batch": batch, "k": k, "speedup": speedup, "extrapolated": extrapolated}
+            )
+    expected = {(row["batch"], row["k"]): row["speedup"] for row in predicted}
+    best = {b: max(range(1, 9), key=lambda k, b=b: expected[b, k]) for b in BATCHES}
+    return {
+        "costs": {
+            "cached": 256,
+            "repeats": 9,
+            "batches": [cost_row(rng, batch) for batch in (1, 4, 16)],
+        },
+        "predicted": predicted,
+        "measured": [
+            {
+                "batch": batch,
+                "k": k,
+                "speedup": expected[batch, k] * rng.uniform(0.95, 1.03),
+                "predicted": expected[batch, k],
+                "tau": 1 + sum(chances[:k]),
+            }
+            for batch in (1, 4, 16)
+            for k in (1, 2, 3)
+        ],
+        "recommended": {str(b): k if expected[b, k] > 1 else 0 for b, k in best.items()},
+    }
+
+
+def cost_row(rng: random.Random, batch: int) -> dict[str, Any]:
+    target = [0.025 * (1 + 0.03 * batch * rows) for rows in range(1, 10)]
+    return {
+        "batch": batch,
+        "target": target,
+        "observe": [0.0015 * (1 + 0.1 * rows) for rows in range(1, 10)],
+        "draft": 0.0012 + 0.0001 * batch,
+        "noise": {"target": rng.uniform(0.01, 0.05), "observe": 0.031, "draft": 0.022},
+        "verified_row": [target[k] / ((k + 1) * target[0]) for k in range(1, 9)],
+    }
