@@ -24,6 +24,17 @@ def enriched(evaluation: dict[str, Any]) -> dict[str, Any]:
     served, trained = found["engine"], found["training"]
     found["difference"] = {name: served[name] - trained[name] for name in served}
     told["head"]["config"] = {"enorm": True, "init": "last_layer", "loss": {"kl": 1.0, "tv": 0.0}}
+    told["accounting"] = {
+        name: {
+            "input": 66,
+            "used": 61,
+            "repaired": {"no answer asked for": 2},
+            "refused": {"longer than the model": 3},
+            "examples": {"longer than the model": [f"{name}/12", f"{name}/40"]},
+            "notes": {},
+        }
+        for name in told["sets"]
+    }
     told["grid"] = [
         grid_row(rng, told, name, temperature, k)
         for name in told["sets"]
@@ -46,9 +57,23 @@ def cuts(rng: random.Random, whole: dict[str, Any]) -> dict[str, Any]:
         ],
         "by_turn": [part(rng, whole, share, 2) | {"turn": i} for i, share in ((1, 1.0), (2, 0.93))],
     }
-    shares = whole["conditional"]
+    shares, n = whole["conditional"], whole["drafts"]
     expected = [share + rng.uniform(-0.01, 0.01) for share in shares]
-    return found | {"alpha_expected": {"per_position": expected}}
+    return found | {
+        "conversations": whole["prompts"] // 2,
+        "tau_macro_ci": around(whole["tau_macro"], 0.07),
+        "acceptance_rate_ci": around(whole["acceptance_rate"], 0.02),
+        "conditional_ci": [around(share, 0.03 + i / 50) for i, share in enumerate(shares)],
+        "alpha_expected": {
+            "per_position": expected,
+            "per_position_ci": [around(alpha, 0.025) for alpha in expected],
+            "steps": [n, *(round(n * share) for share in whole["per_position"][:-1])],
+        },
+    }
+
+
+def around(value: float, half: float) -> list[float]:
+    return [value - half, value + half]
 
 
 def part(rng: random.Random, whole: dict[str, Any], share: float, divisor: int) -> dict[str, Any]:
@@ -60,8 +85,9 @@ def part(rng: random.Random, whole: dict[str, Any], share: float, divisor: int) 
         "tokens": whole["tokens"] // divisor,
         "drafts": whole["drafts"] // divisor,
         "tau": tau,
-        "tau_ci": [tau - spread, tau + spread],
+        "tau_ci": around(tau, spread),
         "per_position": per_position,
+        "per_position_ci": [around(value, 0.02) for value in per_position],
     }
 
 
@@ -82,8 +108,9 @@ def grid_row(
         "tokens": 2400,
         "drafts": 1400,
         "tau": tau,
-        "tau_ci": [tau - 0.05, tau + 0.06],
+        "tau_ci": around(tau, 0.055),
         "per_position": per_position,
+        "per_position_ci": [around(value, 0.015) for value in per_position],
     }
 
 
@@ -113,7 +140,9 @@ def speed_model(rng: random.Random, per_position: list[float]) -> dict[str, Any]
                 "k": k,
                 "speedup": expected[batch, k] * rng.uniform(0.95, 1.03),
                 "predicted": expected[batch, k],
+                "predicted_own_tau": expected[batch, k] * rng.uniform(0.97, 1.03),
                 "tau": 1 + sum(chances[:k]),
+                "running": batch * 0.93,
             }
             for batch in (1, 4, 16)
             for k in (1, 2, 3)

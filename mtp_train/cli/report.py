@@ -25,13 +25,14 @@ def _work(job: Job) -> Any:
         json.loads(line)
         for line in (job.folder.stage("train") / CURVES).read_text(encoding="utf-8").splitlines()
     ]
-    evaluation = read_json(job.folder.evaluation)
-    if evaluation["head"]["sha256"] != read_card(job.folder.head).sha256:
+    evaluation, card = read_json(job.folder.evaluation), read_card(job.folder.head)
+    if evaluation["head"]["sha256"] != card.sha256:
         raise UserError(
             "a report shows the head that was evaluated",
             "an evaluation of an earlier head",
             "run mtp-train evaluate first",
         )
+    evaluation["head"] |= {"config": card.head, "training": card.config}
     out = job.folder.stage("report")
     write_report(evaluation, curves, job.folder.seconds("report"), out)
     say(f"report: open {out / 'index.html'}")

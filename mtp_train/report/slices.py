@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mtp_train.page.figures import count, figure, interval, known, signed, thousands
+from mtp_train.page.figures import count, figure, interval, known, rounded, signed
 from mtp_train.page.scale import Scale, fit
 from mtp_train.page.table import Row, Table
 from mtp_train.report.measures import MODE_STYLES, SET_NAMES, Measure, overall_all
@@ -98,8 +98,8 @@ def short_extent(key: tuple[float, float]) -> str:
     if begin == end:
         return str(int(begin))
     if end == float("inf"):
-        return f"{thousands(int(begin))}+"
-    return f"{thousands(int(begin))}\N{EN DASH}{thousands(int(end))}"
+        return f"{rounded(int(begin))}+"
+    return f"{rounded(int(begin))}\N{EN DASH}{rounded(int(end))}"
 
 
 def extent(row: Record) -> str:
@@ -129,8 +129,8 @@ def tip_of(measure: Measure, row: Record) -> str:
 def cut_table(evaluation: Record, name: str) -> Table:
     found = cut_measures(evaluation, name)
     depth = max((len(row["per_position"]) for m in found for row in rows_of(m, name)), default=0)
-    positions = tuple(f"position {i}" for i in range(1, depth + 1))
-    header = ("set", "decoding", CUTS[name][1], *COUNTS, "tau", "95 % interval", *positions)
+    positions = position_names(depth)
+    header = ("set", "decoding", CUTS[name][1], *COUNTS, "tau", "95 %", *positions)
     rows = [
         (m.set_name, m.mode_name, extent(row), *figures_of(row, depth))
         for m in found
@@ -139,34 +139,55 @@ def cut_table(evaluation: Record, name: str) -> Table:
     return Table(f"Acceptance by {CUTS[name][0].lower()}", header, rows, 3)
 
 
+def position_names(depth: int) -> Row:
+    return tuple(name for i in range(1, depth + 1) for name in (f"position {i}", "95 %"))
+
+
 def figures_of(row: Record, depth: int) -> Row:
     counts = (count(row.get(name)) for name in COUNTS)
     shares = [*row.get("per_position", ()), *[None] * depth][:depth]
-    return *counts, figure(row["tau"]), interval(row.get("tau_ci")), *map(figure, shares)
+    bounds = [*row.get("per_position_ci", ()), *[None] * depth][:depth]
+    pairs = zip(map(figure, shares), map(interval, bounds), strict=True)
+    told = [cell for pair in pairs for cell in pair]
+    return *counts, figure(row["tau"]), interval(row.get("tau_ci")), *told
 
 
 def expected_table(evaluation: Record) -> Table:
     """Accepted drafts as counted, beside what the two distributions promise: their means are the same."""
-    rows = []
-    for m in overall_all(evaluation):
-        expected = (m.values.get("alpha_expected") or {}).get("per_position") or ()
-        counted = m.values.get("conditional") or ()
-        for i, (alpha, share) in enumerate(zip(expected, counted, strict=False), 1):
-            told = figure(share), figure(alpha), signed(share - alpha)
-            rows.append((m.set_name, m.mode_name, str(i), *told))
-    header = ("set", "decoding", "position", "accepted, given earlier", "alpha expected")
+    rows = [row for m in overall_all(evaluation) for row in expected_rows(m)]
+    header = ("set", "decoding", "position", "steps", "accepted, given earlier", "95 %")
     note = (
         "Alpha expected is the mean of the sum of min(p, q) over the steps that got to the position: "
         "1 minus the total variation between target and head."
     )
-    return Table("Counted against expected", (*header, "difference"), rows, 3, note)
+    return Table(
+        "Counted against expected", (*header, "alpha expected", "95 %", "difference"), rows, 3, note
+    )
+
+
+def expected_rows(measure: Measure) -> list[Row]:
+    told = measure.values.get("alpha_expected") or {}
+    columns = (
+        told.get("steps"),
+        measure.values.get("conditional"),
+        measure.values.get("conditional_ci"),
+        told.get("per_position"),
+        told.get("per_position_ci"),
+    )
+    rows = []
+    for i in range(len(told.get("per_position", ()))):
+        steps, share, bounds, alpha, around = (column[i] if column else None for column in columns)
+        gap = figure(None) if share is None else signed(share - alpha)
+        cells = count(steps), figure(share), interval(bounds), figure(alpha), interval(around), gap
+        rows.append((measure.set_name, measure.mode_name, str(i + 1), *cells))
+    return rows
 
 
 def grid_table(evaluation: Record) -> Table:
     grid = evaluation.get("grid") or ()
     depth = max((len(row["per_position"]) for row in grid), default=0)
-    positions = tuple(f"position {i}" for i in range(1, depth + 1))
-    header = ("set", "temperature", "k", *COUNTS, "tau", "95 % interval", *positions)
+    positions = position_names(depth)
+    header = ("set", "temperature", "k", *COUNTS, "tau", "95 %", *positions)
     rows = [
         (set_name(row), f"{row['temperature']:g}", count(row["k"]), *figures_of(row, depth))
         for row in grid
