@@ -174,7 +174,7 @@ def expected_rows(measure: Measure) -> list[Row]:
         told.get("per_position"),
         told.get("per_position_ci"),
     )
-    rows = []
+    rows: list[Row] = []
     for i in range(len(told.get("per_position", ()))):
         steps, share, bounds, alpha, around = (column[i] if column else None for column in columns)
         gap = figure(None) if share is None else signed(share - alpha)

@@ -136,12 +136,12 @@ def measured_table(model: Model) -> Table:
         told = figure(row["speedup"]), interval(row.get("speedup_ci")), figure(expected), gap
         there = figure(row.get("tau")), figure(own), figure(row.get("running"), 2)
         rows.append((count(row["batch"]), count(row["k"]), *told, *there))
-    header = ("batch", "k", "measured", "95 %", "expected", "difference", "tau of these prompts")
+    named = ("batch", "k", "measured", "95 %", "expected", "difference")
     note = (
         "Expected is by the whole set's tau; with the timed prompts' own tau only the costs can be at fault. "
         "Running is the mean number of sequences at once."
     )
-    header = (*header, "expected by that tau", "running")
+    header = (*named, "tau of these prompts", "expected by that tau", "running")
     return Table("Measured against expected speed-up", header, rows, 0, note)
 
 
