@@ -309,8 +309,8 @@ def test_report_json_round_trips(tmp_path):
 
 
 def test_another_format_is_refused_and_nothing_is_written(tmp_path):
-    with pytest.raises(UserError, match="format 1; received 2"):
-        write_report(evaluation() | {"format": 2}, [], {}, tmp_path / "report")
+    with pytest.raises(UserError, match="format 2; received 99"):
+        write_report(evaluation() | {"format": 99}, [], {}, tmp_path / "report")
     assert not (tmp_path / "report").exists()
 
 

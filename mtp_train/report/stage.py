@@ -12,7 +12,7 @@ from mtp_train.report.markdown import markdown
 from mtp_train.report.page import page
 
 FORMAT = 1  # of report.json
-EVALUATION_FORMAT = 1  # what this code reads
+EVALUATION_FORMATS = (1, 2)  # what this code reads
 
 
 def write_report(
@@ -32,9 +32,9 @@ def write_report(
         UserError: the evaluation is of another format.
     """
     found = evaluation.get("format")
-    if found != EVALUATION_FORMAT:
+    if found not in EVALUATION_FORMATS:
         raise UserError(
-            f"an evaluation must be of format {EVALUATION_FORMAT}",
+            f"an evaluation must be of format {EVALUATION_FORMATS[-1]}",
             found,
             "run the evaluate stage again",
         )
