@@ -22,13 +22,13 @@ from toys import conversations, make_lively_target, make_store, make_target, mak
 
 from mtp_train.core.dist import Ranks
 from mtp_train.core.records import Accounting
+from mtp_train.dialogue.journal import Journal
 from mtp_train.engine.engine import Engine, EngineConfig
 from mtp_train.heads.mtp import MtpConfig, build
 from mtp_train.precompute import stage as precomputing
 from mtp_train.precompute.sources import EngineStates
 from mtp_train.precompute.stage import PrecomputeConfig, precompute
 from mtp_train.regenerate import stage as answering
-from mtp_train.regenerate.journal import Journal
 from mtp_train.regenerate.stage import RegenerateConfig, regenerate
 from mtp_train.store import manifest, places
 from mtp_train.store.shards import FeatureStore

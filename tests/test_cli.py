@@ -21,13 +21,13 @@ from mtp_train.cli.config import conf_folder, load_config, section
 from mtp_train.cli.job import SECTIONS
 from mtp_train.cli.main import STAGES, dispatch, guarded
 from mtp_train.core.errors import UserError
+from mtp_train.dialogue.journal import Journal
 from mtp_train.engine.engine import EngineConfig
 from mtp_train.evaluate.stage import EvaluateConfig
 from mtp_train.heads.families import FAMILIES
 from mtp_train.models.target import Target
 from mtp_train.precompute import estimate
 from mtp_train.precompute.stage import PrecomputeConfig
-from mtp_train.regenerate.journal import Journal
 from mtp_train.regenerate.stage import RegenerateConfig
 from mtp_train.store.shards import FeatureStore
 from mtp_train.train.config import TrainConfig
