@@ -161,3 +161,72 @@ def cost_row(rng: random.Random, batch: int) -> dict[str, Any]:
         "noise": {"target": rng.uniform(0.01, 0.05), "observe": 0.031, "draft": 0.022},
         "verified_row": [target[k] / ((k + 1) * target[0]) for k in range(1, 9)],
     }
+
+
+def comparison() -> dict[str, Any]:
+    """Three runs: the second better than both others on held-out prompts, the third no different from the first."""
+    rng = random.Random(8)
+    gains = {(0, 1): 0.16, (0, 2): 0.01, (1, 2): -0.15}
+    pairs = [
+        compared_metric(rng, NAMES[a], NAMES[b], name, mode, metric, gain / share)
+        for (a, b), gain in gains.items()
+        for name, mode, share in (
+            ("heldout", "greedy", 1),
+            ("heldout", "sampled", 2),
+            ("ood", "greedy", 8),
+        )
+        for metric in ("tau", "tokens", "per_position/1", "per_position/2", "per_position/3")
+    ]
+    return {"runs": [run_card(i) for i in range(3)], "pairs": pairs, "left_out": left_out()}
+
+
+def compared_metric(
+    rng: random.Random, a: str, b: str, name: str, mode: str, metric: str, gain: float
+) -> dict[str, Any]:
+    value = {"tau": 1.8, "tokens": 113.0}.get(metric, 0.4)
+    difference = 0.0 if metric == "tokens" else gain + rng.uniform(-0.005, 0.005)
+    ci = around(difference, 0.045)
+    better = b if ci[0] > 0 else a if ci[1] < 0 else None
+    return {
+        "a": a,
+        "b": b,
+        "set": name,
+        "mode": mode,
+        "prompts": 48,
+        "conversations": 46,
+        "metric": metric,
+        "a_value": value,
+        "b_value": value + difference,
+        "difference": difference,
+        "ci": ci,
+        "verdict": f"{better} is better" if better else "no difference shown",
+    }
+
+
+def run_card(index: int) -> dict[str, Any]:
+    return {
+        "name": NAMES[index],
+        "path": f"runs/{NAMES[index].replace(' ', '-')}",
+        "target": {"path": "models/made-up-135M-Instruct", "hash": "5af571cbf074e6d2"},
+        "head": {"family": "mtp", "parameters": 4207104 - 1152 * (index == 2), "step": 960},
+        "k": 3,
+        "dtype": "bfloat16",
+        "max_new_tokens": 128,
+    }
+
+
+def left_out() -> dict[str, Any]:
+    reason = "not the same prompt in the other run"
+    some = {"a": NAMES[0], "b": NAMES[1], "set": "ood", "mode": "greedy", "only_a": 2, "only_b": 0}
+    return {
+        "sets": [{"set": "mt_bench", "only": NAMES[1], "not_in": NAMES[0]}],
+        "prompts": [some | {"reason": reason}],
+    }
+
+
+def many_sets(evaluation: dict[str, Any]) -> dict[str, Any]:
+    """The sets of a larger evaluation: more than stand side by side in a chart."""
+    told = copy.deepcopy(evaluation)
+    for name in ("mt_bench", "humaneval", "gsm8k"):
+        told["sets"][name] = copy.deepcopy(told["sets"]["ood"])
+    return told
