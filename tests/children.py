@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import evaluations
 import torch
 from accelerate import Accelerator
 from torch.distributed import TCPStore
@@ -171,6 +172,22 @@ def regenerate_slowly(config: RegenerateConfig, out: Path, fate: str = "") -> No
         Journal.close = dies_at(1, Journal.close)  # type: ignore[method-assign]
     engine = Engine(target, None, ANSWERING)
     regenerate(engine, ChatTemplate(make_tokenizer()), frozenset({2}), config, "train", out)
+
+
+def evaluate_slowly(out: Path) -> None:
+    """Measure the toy head; `found.json` has the figures, `asked` how many completions this process made."""
+    torch.set_num_threads(1)
+    append, asked = Journal.append, []
+
+    def slow(journal: Journal, row: dict[str, Any]) -> None:
+        time.sleep(SLOW)
+        asked.append(row["id"])
+        append(journal, row)
+
+    Journal.append = slow  # type: ignore[method-assign]
+    found = evaluations.measure(out)
+    (out / "asked").write_text(str(len(asked)))
+    (out / "found.json").write_text(json.dumps({"sets": found.sets, "grid": found.grid}))
 
 
 def half_line(journal: Journal, row: dict[str, Any]) -> None:

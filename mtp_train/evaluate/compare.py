@@ -23,6 +23,8 @@ from mtp_train.evaluate.runs import Run, read_run
 MODES = ("greedy", "sampled")
 EVALUATION = "evaluation.json"
 UNDECIDED = "no difference shown"
+TOO_FEW = "too few prompts to say"
+FEWEST = 6  # conversations: a coin agrees five times out of five in one of 16 tries, six out of six in one of 32
 
 
 def compare_runs(folders: Sequence[Path | str]) -> dict[str, Any]:
@@ -146,8 +148,8 @@ def _compare(
     if counts["only_a"] or counts["only_b"]:
         left.append(about | counts)
     if both:
-        stacked = (np.array([units[key] for key in both]) for units in (ours, theirs))
-        pairs += [about | row for row in paired(*stacked, (a.name, b.name))]
+        a_nC, b_nC = (np.array([units[key] for key in both]) for units in (ours, theirs))
+        pairs += [about | row for row in paired(a_nC, b_nC, (a.name, b.name))]
 
 
 def paired(a_nC: np.ndarray, b_nC: np.ndarray, names: tuple[str, str]) -> list[dict[str, Any]]:
@@ -169,7 +171,9 @@ def paired(a_nC: np.ndarray, b_nC: np.ndarray, names: tuple[str, str]) -> list[d
             "b_value": float(value_b[at]),
             "difference": float(value_b[at] - value_a[at]),
             "ci": [float(low[at]), float(high[at])],
-            "verdict": _verdict(metric, float(low[at]), float(high[at]), names),
+            "verdict": TOO_FEW
+            if len(a_nC) < FEWEST
+            else _verdict(metric, float(low[at]), float(high[at]), names),
         }
         for at, metric in enumerate(metrics)
     ]
