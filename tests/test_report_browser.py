@@ -168,6 +168,24 @@ def test_text_and_marks_stand_out_from_what_is_behind(shown, name: str, scheme: 
     assert [one for one in found if one[2] < weakest[one[0]]] == []
 
 
+@pytest.mark.parametrize(
+    ("rule", "check"),
+    [
+        (":root { --muted: #c8c8c8 }", lambda p: [v for *_, v in p.evaluate(CONTRASTS) if v < 4.5]),
+        (":root { --ood: #f4e0c8 }", lambda p: [v for *_, v in p.evaluate(CONTRASTS) if v < 3]),
+        ("svg text { font-size: 40px }", lambda p: p.evaluate(TOUCHING)),
+        (".bar { transform: translate(900px) }", lambda p: p.evaluate(STICKING_OUT)),
+    ],
+)
+def test_the_checks_see_a_spoilt_page(shown, rule: str, check) -> None:
+    opened = shown("format 1")
+    opened.evaluate(
+        "rule => document.styleSheets[0].insertRule(rule, document.styleSheets[0].cssRules.length)",
+        rule,
+    )
+    assert check(opened)
+
+
 def test_the_scheme_is_the_systems_until_the_reader_chooses(shown) -> None:
     opened = shown("format 2", scheme="dark")
 
@@ -242,8 +260,8 @@ def test_the_keyboard_skips_what_is_hidden(shown) -> None:
 
 def test_a_chart_tells_its_figures_under_the_pointer(shown) -> None:
     opened = shown("format 2")
-    opened.hover("#model .dot.best >> nth=0")
-    assert "batch 1" in opened.locator("#tip").inner_text()
+    opened.hover("#model .dot.ood >> nth=0")
+    assert "batch 1, k = 1\nmeasured" in opened.locator("#tip").inner_text()
     opened = shown("comparison")
     opened.hover("#differences .dot >> nth=0")
     assert "three-step rollout" in opened.locator("#tip").inner_text()

@@ -20,7 +20,7 @@ Comparison = Mapping[str, Any]
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 RUN_STYLES = ("held", "ood", "d2", "p5", "p0", "p3")
 MAIN = "tau"  # the metric that decides; the others explain it
-UNITS = {"tau": "tokens per step", "tokens": "tokens per output"}
+UNDECIDED = "no difference shown"
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,17 @@ class Pair:
 
     @property
     def winner(self) -> Compared | None:
-        """Whose figure is higher, if the whole interval says so."""
+        """Whom the verdict names, if the whole interval is on that side too."""
         low, high = self.values["ci"]
-        return self.b if low > 0 else self.a if high < 0 else None
+        higher = self.b if low > 0 else self.a if high < 0 else None
+        return higher if higher and names(self.values["verdict"], higher) else None
 
     @property
     def verdict(self) -> str:
-        """The evaluation's words; never a winner that the interval doesn't show."""
-        return str(self.values["verdict"]) if self.winner else "no difference shown"
+        """The comparison's words; never a winner that the interval doesn't show."""
+        said = str(self.values["verdict"])
+        wrong = not self.winner and (names(said, self.a) or names(said, self.b))
+        return UNDECIDED if wrong else said
 
     @property
     def set_name(self) -> str:
@@ -68,6 +71,11 @@ class Pair:
             f"difference {signed(told['difference'])} {interval(told['ci'])}\n"
             f"{count(told['prompts'])} prompts"
         )
+
+
+def names(verdict: str, run: Compared) -> bool:
+    """Whether a verdict such as `B is better` is for this run."""
+    return verdict.startswith(f"{run.name} is ")
 
 
 def compared(comparison: Comparison) -> list[Compared]:
@@ -106,8 +114,9 @@ def finding(pair: Pair) -> str:
     size = f"n = {count(told['prompts'])} prompts"
     where = f"on {pair.set_name} prompts, {told['mode']}"
     if winner is None:
+        said = pair.verdict[:1].upper() + pair.verdict[1:]
         return (
-            f"No difference shown between {pair.a.name} and {pair.b.name} {where}: "
+            f"{said}: {pair.b.name} against {pair.a.name} {where}, "
             f"tau {signed(told['difference'], 2)}, 95 % {low} to {high}, {size}."
         )
     loser = pair.a if winner is pair.b else pair.b
@@ -177,7 +186,7 @@ def left_out_table(comparison: Comparison) -> Table:
     """What could not be compared, and why."""
     letters = {run.name: run.letter for run in compared(comparison)}
     told = comparison.get("left_out") or {}
-    rows = [
+    rows: list[Row] = [
         (
             SET_NAMES.get(one["set"], str(one["set"])),
             f"the whole set: {letters.get(one['only'], one['only'])} has it, "
@@ -189,7 +198,7 @@ def left_out_table(comparison: Comparison) -> Table:
 
 
 def left_prompts(told: Comparison, letters: Mapping[str, str]) -> list[Row]:
-    rows = []
+    rows: list[Row] = []
     for one in told.get("prompts") or ():
         a, b = (letters.get(one[side], str(one[side])) for side in ("a", "b"))
         counts = [
