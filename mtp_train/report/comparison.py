@@ -173,12 +173,12 @@ def pairs_table(comparison: Comparison) -> Table:
         )
         for pair in pairs(comparison)
     ]
-    header = ("set", "decoding", "metric", "runs", "verdict", "prompts", "conversations")
+    named = ("set", "decoding", "metric", "runs", "verdict", "prompts", "conversations")
     note = (
         "Over the conversations that both runs answered, resampled together. A run is better only where "
         "the whole 95 % interval of the difference lies on one side of 0."
     )
-    header = (*header, "first named", "second named", "difference", "95 %")
+    header = (*named, "first named", "second named", "difference", "95 %")
     return Table("Paired differences", header, rows, 5, note)
 
 
