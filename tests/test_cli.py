@@ -21,13 +21,13 @@ from mtp_train.cli.config import conf_folder, load_config, section
 from mtp_train.cli.job import SECTIONS
 from mtp_train.cli.main import STAGES, dispatch, guarded
 from mtp_train.core.errors import UserError
+from mtp_train.dialogue.journal import Journal
 from mtp_train.engine.engine import EngineConfig
 from mtp_train.evaluate.stage import EvaluateConfig
 from mtp_train.heads.families import FAMILIES
 from mtp_train.models.target import Target
 from mtp_train.precompute import estimate
 from mtp_train.precompute.stage import PrecomputeConfig
-from mtp_train.regenerate.journal import Journal
 from mtp_train.regenerate.stage import RegenerateConfig
 from mtp_train.store.shards import FeatureStore
 from mtp_train.train.config import TrainConfig
@@ -724,9 +724,17 @@ def test_the_pipeline_leaves_every_output(pipeline: Path) -> None:
     assert evaluation["lossless"]["transformers"]["different"] == []
     assert evaluation["speed"]["plain"]["tokens_per_s"] > 0
     assert len(evaluation["examples"]) == 2
-    assert evaluation["validation"]["engine"] == pytest.approx(
-        evaluation["validation"]["training"], rel=1e-3, abs=1e-4
+    validation = evaluation["validation"]
+    assert {"kl/1", "kl/2", "kl/3", "agree/3", "tau_teacher_forced"} <= set(validation["engine"])
+    assert validation["engine"] == pytest.approx(validation["training"], rel=1e-3, abs=1e-4)
+    assert validation["difference"] == pytest.approx(
+        dict.fromkeys(validation["engine"], 0.0), abs=1e-3
     )
+    assert evaluation["format"] == 2 and evaluation["machine"]["ranks"] == 1
+    assert evaluation["accounting"]["heldout"]["used"] == 3
+    assert [(row["set"], row["temperature"], row["k"]) for row in evaluation["grid"]] == [
+        (name, temperature, 2) for name in ("heldout", "ood") for temperature in (0.0, 1.0)
+    ]
     assert all(
         (run / "report" / name).stat().st_size
         for name in ("index.html", "report.md", "report.json")
@@ -1032,6 +1040,48 @@ def test_a_draft_models_run(
         seed=9, num_hidden_layers=1, hidden_size=24, num_key_value_heads=4
     ).model.save_pretrained(folder / "small")
     assert again(capsys, folder, *options, stage="train")["train"]
+
+
+def test_a_head_alone_is_measured_on_prompt_sets(
+    capsys: pytest.CaptureFixture[str], pipeline: Path, tmp_path: Path
+) -> None:
+    """No stage was run here: a checkpoint was copied, and questions are named."""
+    run = tmp_path / "other"
+    shutil.copytree(pipeline / "run" / "train" / "head", run / "train" / "head")
+    rows = [
+        {"question_id": 81, "category": "a", "turns": ["why?", "and then?"]},
+        {"question_id": 82, "category": "b", "turns": ["name a bird."]},
+        {"question_id": 83, "turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"]},
+    ]
+    questions = tmp_path / "question.jsonl"
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = [
+        *(item for item in overrides(pipeline) if "regenerate.prompts" not in item),
+        f"run={run}",
+        f"evaluate.sets.talks={questions}",
+        "evaluate.sets.same={path: " + str(questions) + ", limit: 1}",
+        "evaluate.ks=[1,2]",
+    ]
+    capsys.readouterr()
+    assert guarded(lambda: dispatch("evaluate", arguments)) == 0
+    said = capsys.readouterr().err
+    assert "evaluate talks: 2 used + 0 repaired + 1 refused = 3 conversations" in said
+    assert "refused 1: a placeholder instead of the benchmark's text" in said
+    evaluation = json.loads((run / "evaluate" / "evaluation.json").read_text())
+    assert set(evaluation["sets"]) == {"talks", "same"}
+    assert evaluation["sets"]["talks"]["greedy"]["prompts"] == 3
+    assert [row["turn"] for row in evaluation["sets"]["talks"]["greedy"]["by_turn"]] == [1, 2]
+    assert not {"validation", "data_digest"} & set(evaluation)
+    assert {row["k"] for row in evaluation["grid"]} == {1, 2}
+    first = evaluation["examples"][0]
+    assert first["prompt"] in ("why?", "and then?", "name a bird.") and first["segments"]
+    assert guarded(lambda: dispatch("evaluate", arguments)) == 0
+    assert "done before" in capsys.readouterr().err
+    questions.write_text(questions.read_text().replace("bird", "fish"))
+    assert guarded(lambda: dispatch("evaluate", arguments)) == 0
+    assert "inputs changed" in capsys.readouterr().err
+    shutil.rmtree(run / "train")
+    assert "must hold head.json" in mistake(capsys, "evaluate", *arguments)
 
 
 def test_a_report_without_speed_and_losslessness(pipeline: Path, tmp_path: Path) -> None:

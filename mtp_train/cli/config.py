@@ -27,6 +27,7 @@ FREE = (
     "regenerate.prompts",
     "regenerate.limits",
     "data.sets",
+    "evaluate.sets",
     "precompute.vllm.engine",
     "target.chat_template_kwargs",
 )

@@ -1,54 +1,115 @@
-"""`mtp-train evaluate`: acceptance, losslessness, validation and speed of the run's head, through the engine."""
+"""`mtp-train evaluate`, or `torchrun -m mtp_train.cli.evaluate` on several ranks: acceptance, losslessness, validation
+and speed of the run's head, through the engine.
+"""
 
 from __future__ import annotations
 
 import json
 import platform
+import sys
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from mtp_train.checkpoint.heads import load_head
+from mtp_train.checkpoint.heads import HeadCard, load_head, read_card
 from mtp_train.cli.job import Job
+from mtp_train.cli.main import dispatch, guarded
 from mtp_train.cli.run_folder import run_stage
 from mtp_train.core.provenance import file_digest, versions, write_json
-from mtp_train.core.records import Accounting
 from mtp_train.evaluate import stage as measure
-from mtp_train.evaluate.stage import EvaluateConfig, PromptSet, prompt_set
-from mtp_train.text.sources import read_answers
+from mtp_train.evaluate.runs import Bench
+from mtp_train.evaluate.sets import PromptSet, answered_set, chat_set, spread, tell
+from mtp_train.evaluate.stage import ANSWERED, EvaluateConfig
+from mtp_train.heads.base import DraftHead
+from mtp_train.models.target import Target
+from mtp_train.text.sources import read_sources, sources_digest
 from mtp_train.train.loop import CURVES
 
-SETS = ("heldout", "ood")
+SETS = ANSWERED
 
 
 def stage(job: Job) -> None:
     config: EvaluateConfig = job.section("evaluate", EvaluateConfig)
-    before = [job.folder.require(name)["outputs"] for name in ("regenerate", "train")]
-    inputs = [asdict(config), asdict(job.engine_config), before, job.target_inputs]
+    prompts = {name: sources_digest(read_sources(value)) for name, value in config.sets.items()}
+    values = {key: value for key, value in asdict(config).items() if key != "sets"}
+    inputs = [values, prompts, asdict(job.engine_config), _before(job, config), job.target_inputs]
     run_stage(
         job.folder,
         "evaluate",
         inputs,
         lambda: _work(job, config),
+        job.process.ranks,
         whole=job.folder.evaluation.is_file,
     )
 
 
+def _before(job: Job, config: EvaluateConfig) -> list[str]:
+    """Outputs of the stages before. With prompts of its own, a head that was trained elsewhere can be evaluated."""
+    if not config.sets:
+        return [job.folder.require(name)["outputs"] for name in ("regenerate", "train")]
+    answered = job.folder.require("regenerate")["outputs"] if set_names(job) else ""
+    return [answered, read_card(job.folder.head).sha256]
+
+
 def _work(job: Job, config: EvaluateConfig) -> Any:
+    ranks = job.process.ranks
+    bench = Bench(job.folder.stage("evaluate") / "completions", ranks, config.seed)
     target = job.target()
     head, card = load_head(job.folder.head, target)
     sets = _sets(job, config)
-    figures, completions = measure.measure_acceptance(target, head, sets, config, job.engine_config)
-    requests = measure.spread(sets[0].requests, config.speed_prompts)
-    speed = measure.measure_speed(target, head, requests, config) if requests else {}
-    lossless = (
-        measure.measure_lossless(job.target("float32"), head, sets, config, job.engine_config)
-        if config.lossless_prompts
-        else {}
-    )
-    evaluation = {
-        "format": 1,
+    acceptance = measure.measure_acceptance(target, head, sets, config, job.engine_config, bench)
+    if ranks.main:
+        for prompts in sets:
+            tell(prompts)
+    parts = _parts(job, config, target, head, sets, bench)
+    if ranks.main:
+        examples = measure.make_examples(
+            job.tokenizer, sets[0], acceptance.greedy[sets[0].name], config.examples
+        )
+        evaluation = {
+            "format": 2,
+            **_provenance(job, config, target, head, card),
+            "sets": acceptance.sets,
+            "grid": acceptance.grid,
+            "accounting": {prompts.name: prompts.accounting.as_dict() for prompts in sets},
+            **{name: value for name, value in parts.items() if value},
+            "examples": examples,
+        }
+        write_json(job.folder.evaluation, evaluation)
+    ranks.wait()
+    return file_digest(job.folder.evaluation)
+
+
+def _parts(
+    job: Job,
+    config: EvaluateConfig,
+    target: Target,
+    head: DraftHead,
+    sets: list[PromptSet],
+    bench: Bench,
+) -> dict[str, Any]:
+    """Everything beside acceptance; what was not asked for, or has nothing to be measured on, is empty."""
+    answered = next((prompts for prompts in sets if prompts.answers), None)
+    validation, speed, lossless = {}, {}, {}
+    if answered:
+        validation = measure.validation_figures(
+            target, head, answered, last_validation(job), config, bench
+        )
+    requests = spread(sets[0].requests, config.speed_prompts)
+    if requests and bench.ranks.main:
+        speed = measure.measure_speed(target, head, requests, config)
+    bench.ranks.wait()  # the others leave the machine to it
+    if config.lossless_prompts:
+        exact = job.target("float32")
+        lossless = measure.measure_lossless(exact, head, sets, config, job.engine_config, bench)
+    return {"validation": validation, "lossless": lossless, "speed": speed}
+
+
+def _provenance(
+    job: Job, config: EvaluateConfig, target: Target, head: DraftHead, card: HeadCard
+) -> dict[str, Any]:
+    found = {
         "target": {
             "path": str(target.path),
             "hash": target.hash,
@@ -63,41 +124,32 @@ def _work(job: Job, config: EvaluateConfig) -> Any:
             "sha256": card.sha256,
         },
         "versions": versions(),
-        "data_digest": job.folder.require("precompute")["outputs"],
         "command": job.command,
         "machine": {
             "cpu": platform.processor() or platform.machine(),
             "threads": torch.get_num_threads(),
             "device": job.device,
+            "ranks": job.process.ranks.world,
         },
         "k": config.drafts,
         "dtype": str(target.dtype).removeprefix("torch."),
         "max_new_tokens": config.max_new_tokens,
-        "sets": figures,
-        "validation": measure.validation_figures(target, head, sets[0], last_validation(job)),
-        "lossless": lossless,
-        "speed": speed,
-        "examples": measure.make_examples(job.tokenizer, sets[0], completions, config.examples),
     }
-    left_out = {
-        "lossless": lossless,
-        "speed": speed,
-    }  # by evaluate.lossless_prompts=0, speed_prompts=0
-    for name in [name for name, figures in left_out.items() if not figures]:
-        del evaluation[name]
-    write_json(job.folder.evaluation, evaluation)
-    return file_digest(job.folder.evaluation)
+    if job.folder.done("precompute"):
+        found["data_digest"] = job.folder.require("precompute")["outputs"]
+    return found
 
 
 def _sets(job: Job, config: EvaluateConfig) -> list[PromptSet]:
-    """The held-out prompts first, then those out of domain where the run has any."""
-    stop = job.stop
-    return [
-        prompt_set(
-            name, read_answers(job.folder.answers(name), Accounting()), stop, config.max_new_tokens
-        )
-        for name in set_names(job)
+    """The held-out prompts first, then those out of domain where the run has any, then the configured ones."""
+    stop, longest = job.stop, config.max_new_tokens
+    answered = [
+        answered_set(name, job.folder.answers(name), stop, longest) for name in set_names(job)
     ]
+    named = [
+        chat_set(name, value, job.template, stop, longest) for name, value in config.sets.items()
+    ]
+    return [*answered, *named]
 
 
 def set_names(job: Job) -> list[str]:
@@ -112,6 +164,12 @@ def last_validation(job: Job) -> dict[str, float]:
 
 
 def curves(job: Job) -> list[dict[str, Any]]:
-    """What the trainer wrote at every step and validation."""
-    text = (job.folder.stage("train") / CURVES).read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()]
+    """What the trainer wrote at every step and validation; nothing where the head was trained elsewhere."""
+    path = job.folder.stage("train") / CURVES
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(lambda: dispatch("evaluate", sys.argv[1:])))

@@ -35,7 +35,7 @@ def _work(job: Job, config: ExportConfig) -> Any:
     if job.folder.evaluation.is_file():
         evaluation = read_json(job.folder.evaluation)
         if evaluation["head"]["sha256"] == card.sha256:  # never an earlier head's figures
-            figures = evaluation["sets"]["heldout"]
+            figures = evaluation["sets"].get("heldout", {})
     out = job.folder.export(config.format)
     check = export_head(head, target, config, out, figures)
     say(f"export: {out}; loaded back, logits equal at {len(check)} points")

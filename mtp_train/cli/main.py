@@ -15,9 +15,11 @@ from mtp_train.core.errors import UserError
 STAGES = ("regenerate", "precompute", "train", "evaluate", "report", "export")
 PLAN = "plan"  # a look ahead: no part of a run
 TOOLS = ("inspect", "store")  # with arguments of their own, and without a run
+COMPARE = ["report", "compare"]  # a look at several runs
 SWEEP = ("-m", "--multirun")  # Hydra's own flags
 USAGE = f"""usage: mtp-train STAGE [recipe=NAME] [key=value ...]
        mtp-train train -m [recipe=NAME] [key=value,value ...]
+       mtp-train report compare RUN RUN [RUN ...] [--out FOLDER]
        mtp-train TOOL [arguments]         (mtp-train TOOL --help tells them)
 
 stages: {", ".join(STAGES)}
@@ -34,7 +36,8 @@ keys:   see conf/ (target.path, run, train.epochs, ...); `run` names the folder 
 def main() -> int:
     arguments = sys.argv[1:]
     asked = {"-h", "--help", "help"} & set(arguments)
-    if not arguments or (asked and arguments[0] not in TOOLS):
+    own_help = arguments[:1] and (arguments[0] in TOOLS or arguments[:2] == COMPARE)
+    if not arguments or (asked and not own_help):
         print(USAGE)
         return 0 if arguments else 2
     return guarded(lambda: dispatch(arguments[0], arguments[1:]))
@@ -44,6 +47,9 @@ def dispatch(name: str, overrides: list[str]) -> None:
     """Run one stage, or all, or a tool."""
     if name in TOOLS:
         command(name).tool(overrides)
+        return
+    if [name, *overrides[:1]] == COMPARE:
+        command(name).tool(overrides[1:])
         return
     if name not in (*STAGES, "run", PLAN):
         raise UserError(

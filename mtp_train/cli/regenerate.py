@@ -11,8 +11,8 @@ from mtp_train.core.errors import UserError
 from mtp_train.core.progress import say
 from mtp_train.core.provenance import file_digest, write_json
 from mtp_train.core.records import Accounting
+from mtp_train.dialogue.plans import question, read_plans
 from mtp_train.engine.engine import Engine
-from mtp_train.regenerate.prompts import question, read_plans
 from mtp_train.regenerate.server import Server
 from mtp_train.regenerate.stage import Answerer, Outcome, RegenerateConfig, regenerate
 from mtp_train.text.sources import asked, read_sources, sources_digest

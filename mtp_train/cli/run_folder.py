@@ -52,6 +52,10 @@ class RunFolder:
     def export(self, layout: str) -> Path:
         return self.root / "export" / layout
 
+    def done(self, stage: str) -> bool:
+        """Whether the stage has left its stamp."""
+        return (self.stage(stage) / STAMP).is_file()
+
     def require(self, stage: str) -> dict[str, Any]:
         """The stamp of a stage that must be done by now."""
         path = self.stage(stage) / STAMP
