@@ -24,7 +24,9 @@ from mtp_train.checkpoint.heads import (
 from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import file_digest
 from mtp_train.export import mimo
-from mtp_train.export.stage import FORBIDDEN, ExportConfig, export_head, import_head, reload_check
+from mtp_train.export.check import check_export
+from mtp_train.export.layout import METHOD_WORDS
+from mtp_train.export.stage import ExportConfig, export_head, import_head
 from mtp_train.heads.mtp import MtpConfig, MtpHead, build
 from mtp_train.models.target import Target
 
@@ -390,7 +392,7 @@ def test_the_readme_names_the_target_and_the_figures(toy_target: Target, tmp_pat
         ),
         (
             lambda tensors: tensors.update({P + "input_proj.weight": torch.ones(32, 60)}),
-            r"eh_proj.weight \(32, 60\) for \(32, 64\)",
+            r"input_proj.weight \(32, 60\) for \(32, 64\)",
         ),
         (
             lambda tensors: tensors.update({P + "self_attn.k_proj.bias": torch.ones(16)}),
@@ -434,7 +436,7 @@ def test_another_architecture_is_refused(toy_target: Target, exported: Path) -> 
 def test_a_block_that_the_layout_can_not_hold_is_refused(tmp_path: Path) -> None:
     target = make_target(attention_bias=True)
     with pytest.raises(
-        UserError, match=r"Llama-type block; received extra \['self_attn.o_proj.bias'\]"
+        UserError, match=r"mimo_mtp holds; .*LlamaDecoderLayer with self_attn\.o_proj\.bias"
     ):
         export_head(trained(target), target, ExportConfig(), tmp_path / "out", {})
     assert not (tmp_path / "out").exists()
@@ -444,14 +446,16 @@ def export_wrongly(
     target: Target, out: Path, monkeypatch: pytest.MonkeyPatch, wrong: Callable[[dict], object]
 ) -> None:
     """Export with a fault in what is written; reading stays as it is."""
-    right = mimo.export_tensors
+    right = mimo.MimoMtp.tensors
 
-    def tensors(head: MtpHead, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        made = right(head, dtype)
+    def tensors(
+        layout: mimo.MimoMtp, head: MtpHead, target: Target, dtype: torch.dtype
+    ) -> dict[str, torch.Tensor]:
+        made = right(layout, head, target, dtype)
         wrong(made)
         return made
 
-    monkeypatch.setattr(mimo, "export_tensors", tensors)
+    monkeypatch.setattr(mimo.MimoMtp, "tensors", tensors)
     export_head(trained(target), target, ExportConfig(), out, {})
 
 
@@ -534,7 +538,7 @@ def test_logits_that_are_not_numbers_are_no_equal_logits(
         export_head(head, toy_target, ExportConfig(), tmp_path / "out", {})
 
 
-@pytest.mark.parametrize("word", FORBIDDEN)
+@pytest.mark.parametrize("word", METHOD_WORDS)
 def test_a_path_that_vllm_would_misread_is_refused_before_anything_is_written(
     toy_target: Target, tmp_path: Path, word: str
 ) -> None:
@@ -545,12 +549,14 @@ def test_a_path_that_vllm_would_misread_is_refused_before_anything_is_written(
 
 
 def test_an_unknown_format_is_refused_with_the_choices() -> None:
-    with pytest.raises(UserError, match=r"export\.format must be one of mimo_mtp; received gguf"):
+    with pytest.raises(
+        UserError, match=r"export\.format must be one of auto, mimo_mtp.*; received gguf"
+    ):
         ExportConfig(format="gguf")
 
 
 def test_the_check_does_not_change_the_head_it_checks(toy_target: Target, exported: Path) -> None:
     head = trained(toy_target)
     before = {name: value.clone() for name, value in head.state_dict().items()}
-    assert set(reload_check(head, toy_target, exported).values()) == {0.0}
+    assert set(check_export(head, toy_target, mimo.MimoMtp(), exported).values()) == {0.0}
     assert all(torch.equal(value, before[name]) for name, value in head.state_dict().items())

@@ -210,7 +210,7 @@ def stamp(run: Path, stage: str) -> None:
         ("train", "target.dtype=int8", ["dtype must be one of", "int8"]),
         ("train", "target.device=abacus", ["target.device", "abacus"]),
         ("train", "target.trust_remote_code=no", ["trust_remote_code must be of type bool", "no"]),
-        ("export", "export.format=gguf", ["export.format must be one of mimo_mtp", "gguf"]),
+        ("export", "export.format=gguf", ["export.format must be one of auto, mimo_mtp", "gguf"]),
     ],
 )
 def test_a_value_out_of_range(

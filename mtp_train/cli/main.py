@@ -66,9 +66,10 @@ def dispatch(name: str, overrides: list[str]) -> None:
 def _whole_run(job: Any) -> tuple[str, ...]:
     """All stages; a head that no layout holds is not exported, which is said before the work begins."""
     from mtp_train.core.progress import say
-    from mtp_train.export.mimo import not_held
 
-    if cannot := not_held(job.head_config):
+    family = f"head.family={job.head_config.family}"
+    cannot = job.layout.not_held(job.head_config) if job.layout else family
+    if cannot:
         say(f"run: there will be no export, its layout can't hold {cannot}")
         return tuple(stage for stage in STAGES if stage != "export")
     return STAGES

@@ -5,8 +5,11 @@ No q or k norms, no biases, no experts, no latent attention: what the common ser
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
@@ -48,3 +51,13 @@ def _rope(theirs: Any) -> dict[str, Any]:
     if found.get("rope_type") in ROPE_TYPES and not partial:
         return found
     return {"rope_type": "default", "rope_theta": found.get("rope_theta", 10000.0)}
+
+
+def rotary_table(config: Mapping[str, Any], position_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [T, H / 2] in float32 of a Llama whose config.json says this."""
+    known = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings")
+    sizes = {name: config[name] for name in (*known, "rope_parameters")}
+    rotary = Rotary(LlamaConfig(**sizes))
+    cosine, sine = rotary(torch.zeros(1), position_ids=position_T.unsqueeze(0))
+    half = cosine.shape[-1] // 2
+    return cosine[0, :, :half], sine[0, :, :half]

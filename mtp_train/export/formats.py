@@ -1,0 +1,33 @@
+"""The serving layouts by name, and which of them a head goes to unless another is asked for. Knows no run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mtp_train.core.errors import UserError
+from mtp_train.export.layout import Layout
+from mtp_train.export.mimo import MimoMtp
+
+LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (MimoMtp(),)}
+AUTO = "auto"
+USUAL = {"mtp": "mimo_mtp"}  # of a head's family
+
+
+def usual(name: str, family: str) -> Layout | None:
+    """The layout of that name, or with `auto` the family's usual one; none if it has none."""
+    known = USUAL.get(family, "") if name == AUTO else name
+    return LAYOUTS.get(known)
+
+
+def recognised(config: Mapping[str, Any], folder: Path) -> Layout:
+    """The layout that a folder's config.json is of."""
+    for layout in LAYOUTS.values():
+        if layout.recognises(config):
+            return layout
+    raise UserError(
+        "a head to import must be in a known layout: " + ", ".join(LAYOUTS),
+        f"{folder} with architectures {config.get('architectures')}",
+        "see `mtp-train export --list` for the formats",
+    )
