@@ -30,7 +30,9 @@ class DeepseekLayer(Layer):
         nope, rope = sizes["qk_nope_head_dim"], sizes["qk_rope_head_dim"]
         rank, heads = sizes["kv_lora_rank"], sizes["num_attention_heads"]
         query_NTH = self._query(rows_TD).unflatten(-1, (heads, -1)).transpose(0, 1)
-        latent, turning = self.linear("self_attn.kv_a_proj_with_mqa", rows_TD).split([rank, rope], -1)
+        latent, turning = self.linear("self_attn.kv_a_proj_with_mqa", rows_TD).split(
+            [rank, rope], -1
+        )
         latent = self.norm(f"{self.prefix}self_attn.kv_a_layernorm.weight", latent)
         both = self.linear("self_attn.kv_b_proj", latent).unflatten(-1, (heads, -1)).transpose(0, 1)
         key_NTH, value_NTH = both.split([nope, sizes["v_head_dim"]], -1)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from mtp_train.export.texts import copy_texts
 from mtp_train.export.layout import METHOD_WORDS, Chain, Layout, Serving, cast, require_tensors
 from mtp_train.export.llama import sglang
+from mtp_train.export.texts import copy_texts
 from mtp_train.heads.base import DraftHead
 from mtp_train.heads.draft_model import DraftModelConfig, DraftModelHead
 from mtp_train.models.target import Target, config_of, config_values

@@ -7,12 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from mtp_train.core.errors import UserError
+from mtp_train.export.deepseek_nextn import DeepseekNextn
+from mtp_train.export.draft_model import DraftModel
 from mtp_train.export.layout import Layout
+from mtp_train.export.medusa import Medusa
 from mtp_train.export.mimo import MimoMtp
+from mtp_train.export.stitched import Stitched
 
-LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (MimoMtp(),)}
+# In the order in which a folder is recognised: a whole MiMo is one too, and a draft model is any model at all.
+ALL: tuple[Layout, ...] = (Stitched(), MimoMtp(), DeepseekNextn(), Medusa(), DraftModel())
+LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in ALL}
 AUTO = "auto"
-USUAL = {"mtp": "mimo_mtp"}  # of a head's family
+USUAL = {"mtp": "mimo_mtp", "medusa": "medusa", "draft_model": "draft_model"}  # of a head's family
 
 
 def usual(name: str, family: str) -> Layout | None:

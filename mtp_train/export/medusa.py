@@ -7,7 +7,7 @@ lm_head goes out with one copy of it, as `lm_head.weight`, and `original_lm_head
 and its loader skips what it does not find, so that an absent one would stay uninitialised. `truncated_vocab_size` is
 the whole vocabulary: these heads draft all of it. vLLM drafts the greatest logit alone.
 
-Published heads in the older names (`{i}.{j}.linear.weight`, `{i}.{layers}.weight`) are read; a layer's bias must be zero.
+Published heads in the older names (`{i}.{j}.linear.weight`, `{i}.{layers}.weight`) are read if their biases are zero.
 
 Knows tensors and config keys only.
 """
@@ -129,7 +129,9 @@ class Medusa(Layout):
 def _settings(config: Mapping[str, Any], target: Target) -> MedusaConfig:
     """The head that a config.json describes, in either spelling; what ours can't be is an error that names it."""
     older = "num_heads" not in config
-    steps, layers = ("medusa_num_heads", "medusa_num_layers") if older else ("num_heads", "num_hidden_layers")
+    steps, layers = (
+        ("medusa_num_heads", "medusa_num_layers") if older else ("num_heads", "num_hidden_layers")
+    )
     odd = [f"no {name}" for name in (steps, layers) if name not in config]
     for name, size in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
         if config.get(name, size) != size:
@@ -145,7 +147,9 @@ def _settings(config: Mapping[str, Any], target: Target) -> MedusaConfig:
             "name the target it was trained for, or use another head",
         )
     shared = bool(config.get("original_lm_head", False))
-    return MedusaConfig(int(config[steps]), int(config[layers]), own_lm_heads=not shared)
+    return MedusaConfig(
+        steps=int(config[steps]), layers=int(config[layers]), own_lm_heads=not shared
+    )
 
 
 def _wanted(settings: MedusaConfig, target: Target) -> dict[str, Tensor]:
@@ -153,7 +157,9 @@ def _wanted(settings: MedusaConfig, target: Target) -> dict[str, Tensor]:
     width, rows = target.hidden_size, target.vocab_size
     steps = range(settings.steps)
     outputs = [f"lm_heads.{step}.weight" for step in steps] if settings.own_lm_heads else [SHARED]
-    layers = [f"blocks.{step}.layers.{at}.weight" for step in steps for at in range(settings.layers)]
+    layers = [
+        f"blocks.{step}.layers.{at}.weight" for step in steps for at in range(settings.layers)
+    ]
     return {name: torch.empty(width, width, device="meta") for name in layers} | {
         name: torch.empty(rows, width, device="meta") for name in outputs
     }

@@ -20,6 +20,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from torch import Tensor
 from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import read_json, usual_mode, write_json
 from mtp_train.export import llama
-from mtp_train.export.deepseek_nextn import DeepseekNextn, quantised
+from mtp_train.export.deepseek_nextn import DeepseekNextn, quantised, routing
 from mtp_train.export.files import CONFIG, INDEX
 from mtp_train.export.layout import Chain, Layout, Serving
 from mtp_train.export.mimo import ARCHITECTURE, BIASES, HELD, MimoMtp
@@ -54,7 +55,9 @@ class Stitched(Layout):
     forbidden = ()  # the method stands beside no path of a head
 
     def head_faults(self, config: Any) -> Iterator[str]:
-        yield from MimoMtp().head_faults(_one_module(config))  # the norms, which every family has
+        yield from MimoMtp().head_faults(
+            replace(config, modules=1)
+        )  # the norms, which every family has
 
     def target_faults(self, config: Any, target: Target) -> Iterator[str]:
         kind = target.config.model_type
@@ -68,9 +71,8 @@ class Stitched(Layout):
             yield from MimoMtp().head_faults(config)
             yield from _unlike_qwen2(target)
         else:
-            yield f"a {kind} target (engines read MTP layers beside " + ", ".join(
-                (*DEEPSEEK, *LIKE_MIMO)
-            )
+            known = ", ".join((*DEEPSEEK, *LIKE_MIMO))
+            yield f"a {kind} target (engines read MTP layers beside {known})"
 
     def tensors(self, head: DraftHead, target: Target, dtype: torch.dtype) -> dict[str, Tensor]:
         """Those of the new shard."""
@@ -83,6 +85,8 @@ class Stitched(Layout):
         values: dict[str, Any] = read_json(target.path / CONFIG)
         if target.config.model_type in LIKE_MIMO:
             values["architectures"] = [ARCHITECTURE]
+        else:
+            values |= routing(target.config.to_dict())  # vLLM's defaults are not transformers'
         return values | {"num_nextn_predict_layers": head.depths}
 
     def recognises(self, config: Mapping[str, Any]) -> bool:

@@ -165,11 +165,17 @@ def _of_heads(target: Target, tensors: dict[str, Tensor], name: str) -> bool:
     return name in tensors and len(tensors[name]) == target.head_width
 
 
-def start_linears(head: nn.Module) -> None:
-    """The random start of every matrix."""
+def start_linears(head: nn.Module, target: Target) -> None:
+    """The random start of every matrix; of experts, routers and sinks as the target's class begins them.
+
+    Those are made without a value.
+    """
+    model: Any = target.model
     for module in head.modules():
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.02)
+        elif any(True for _ in module.parameters(recurse=False)):
+            model._init_weights(module)
 
 
 def float_state(module: nn.Module) -> dict[str, Tensor]:

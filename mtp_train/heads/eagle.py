@@ -70,7 +70,7 @@ def build(target: Target, config: EagleConfig, seed: int = 0) -> EagleHead:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         head = EagleHead(target, config)
-        start_linears(head)
+        start_linears(head, target)
         if config.init == "last_layer":
             none = nn.Identity()
             begin_as_last_layer(target, head.fc, none, head.block, none, config.embedding_noise)

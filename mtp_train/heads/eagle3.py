@@ -179,7 +179,7 @@ def build(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         head = Eagle3Head(target, settled)
-        start_linears(head)
+        start_linears(head, target)
         if vocabulary_U is not None and head.vocabulary is not None:
             head.vocabulary.copy_(vocabulary_U)
         if config.init == "last_layer":

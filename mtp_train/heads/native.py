@@ -233,9 +233,16 @@ def stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             found.setdefault(match[1], {})[match[3], int(match[2])] = value
     for prefix, experts in found.items():
         count = 1 + max(index for _, index in experts)
+        kinds = ("gate", "up", "down")
+        gone = [(kind, at) for kind in kinds for at in range(count) if (kind, at) not in experts]
+        if gone:
+            raise UserError(
+                "a layer with experts must have three matrices of each",
+                f"none named {prefix.removeprefix('block.')}.{gone[0][1]}.{gone[0][0]}_proj.weight",
+                "copy the files again, or use another checkpoint",
+            )
         gate, up, down = (
-            torch.stack([experts[kind, index] for index in range(count)])
-            for kind in ("gate", "up", "down")
+            torch.stack([experts[kind, index] for index in range(count)]) for kind in kinds
         )
         stacked[f"{prefix}.gate_up_proj"] = torch.cat([gate, up], dim=1)
         stacked[f"{prefix}.down_proj"] = down
