@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from mtp_train.core.errors import UserError
+from mtp_train.export.eagle import Eagle, EagleSglang
+from mtp_train.export.eagle3 import Eagle3
 from mtp_train.export.layout import Layout
 from mtp_train.export.mimo import MimoMtp
 
-LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (MimoMtp(),)}
+LAYOUTS: dict[str, Layout] = {
+    layout.name: layout for layout in (MimoMtp(), Eagle(), EagleSglang(), Eagle3())
+}
 AUTO = "auto"
-USUAL = {"mtp": "mimo_mtp"}  # of a head's family
+USUAL = {"mtp": "mimo_mtp", "eagle": "eagle", "eagle3": "eagle3"}  # of a head's family
 
 
 def usual(name: str, family: str) -> Layout | None:

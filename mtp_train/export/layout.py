@@ -140,8 +140,8 @@ class Layout(ABC):
         """
 
     @abstractmethod
-    def serving(self, target: str, head: str, drafts: int) -> list[Serving]:
-        """How engines serve the folder `head` with the target's folder."""
+    def serving(self, config: Any, target: str, head: str, drafts: int) -> list[Serving]:
+        """How engines serve the folder `head`, of a head of this configuration, with the target's folder."""
 
     def tidied(self, tensors: dict[str, Tensor], target: Target) -> dict[str, Tensor]:
         """Another trainer's tensors under the layout's names, without copies of the target's own."""
