@@ -38,6 +38,7 @@ class Eagle(Layout):
 
     name = "eagle"
     family = EagleHead.family
+    mark = "fc.weight"  # a Llama of one layer has the same config.json
     architecture = "LlamaForCausalLM"
 
     def head_faults(self, config: Any) -> Iterator[str]:

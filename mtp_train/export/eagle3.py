@@ -89,11 +89,14 @@ class Eagle3(Layout):
         llama.require_sizes(config, target)
         _require_known(config)
         vocabulary_U = read_vocabulary(tensors, target.vocab_size)
+        norm_before_residual, fc_norm, norm_output = (bool(config.get(name)) for name in FLAGS)
         settings = Eagle3Config(
             block=llama.block_kind(target),
             states=[f"layer_{number}" for number in layer_ids(config, target.layers)],
             draft_vocabulary=0 if vocabulary_U is None else len(vocabulary_U),
-            **{flag: bool(config.get(flag, False)) for flag in FLAGS},
+            norm_before_residual=norm_before_residual,
+            fc_norm=fc_norm,
+            norm_output=norm_output,
         )
         head = Eagle3Head(target, settings)
         ours = head.state_dict()
@@ -164,8 +167,8 @@ class Eagle3(Layout):
         block = {
             f"{self.prefix}{name}": f"block.{name}" for name in (*llama.MATRICES, *llama.NORMS)
         }
-        outer = ("fc.weight", "norm.weight", LM_HEAD)
-        outer += tuple(f"fc_norm.{part}.weight" for part in range(STATES * config.fc_norm))
+        outer = ["fc.weight", "norm.weight", LM_HEAD]
+        outer += [f"fc_norm.{part}.weight" for part in range(STATES * config.fc_norm)]
         return (
             block
             | {f"{self.prefix}hidden_norm.weight": "hidden_norm.weight"}

@@ -9,12 +9,13 @@ from typing import Any
 from mtp_train.core.errors import UserError
 from mtp_train.export.eagle import Eagle, EagleSglang
 from mtp_train.export.eagle3 import Eagle3
+from mtp_train.export.files import tensor_names
 from mtp_train.export.layout import Layout
 from mtp_train.export.mimo import MimoMtp
+from mtp_train.export.speculators import Speculators
 
-LAYOUTS: dict[str, Layout] = {
-    layout.name: layout for layout in (MimoMtp(), Eagle(), EagleSglang(), Eagle3())
-}
+ALL: tuple[Layout, ...] = (MimoMtp(), Eagle(), EagleSglang(), Eagle3(), Speculators())
+LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in ALL}
 AUTO = "auto"
 USUAL = {"mtp": "mimo_mtp", "eagle": "eagle", "eagle3": "eagle3"}  # of a head's family
 
@@ -26,9 +27,9 @@ def usual(name: str, family: str) -> Layout | None:
 
 
 def recognised(config: Mapping[str, Any], folder: Path) -> Layout:
-    """The layout that a folder's config.json is of."""
+    """The layout that a folder is of, by its config.json; by a tensor's name where that is another model's as well."""
     for layout in LAYOUTS.values():
-        if layout.recognises(config):
+        if layout.recognises(config) and layout.marked(tensor_names(folder)):
             return layout
     raise UserError(
         "a head to import must be in a known layout: " + ", ".join(LAYOUTS),
