@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -198,6 +199,14 @@ def whole_target(tmp_path: Path) -> Target:
     return Target.load(tmp_path / "target", "float32")
 
 
+def load(folder: Path) -> tuple[Any, dict[str, Any]]:
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", output_loading_info=True
+    )
+    model, info = loaded
+    return model, info
+
+
 @pytest.mark.parametrize("name", list(DRAFTS))
 def test_transformers_loads_the_folder_to_the_same_logits(
     name: str, whole_target: Target, tmp_path: Path
@@ -205,9 +214,7 @@ def test_transformers_loads_the_folder_to_the_same_logits(
     head = draft(whole_target, name)
     check = export_head(head, whole_target, ExportConfig("draft_model"), tmp_path / "out", {})
     assert len(check) == 6 and set(check.values()) == {0.0}
-    model, info = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", attn_implementation="eager", output_loading_info=True
-    )
+    model, info = load(tmp_path / "out")
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert model.config.vocab_size == 61
     token, position = torch.arange(1, 14), torch.arange(13) + 5000

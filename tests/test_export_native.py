@@ -6,11 +6,13 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from toy_families import CONFIGS, toy
+from toy_families import toy
+from toys import toy_config
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from mtp_train.attention.packed import PackedContext
@@ -296,7 +298,8 @@ def test_a_head_of_the_stitched_target_begins_as_the_one_that_was_exported(
 def test_transformers_reads_the_stitched_folder_as_the_target(kind: str, tmp_path: Path) -> None:
     target = on_disk(tmp_path / "target", kind)
     export_head(shaken(target), target, ExportConfig("stitched"), tmp_path / "out", {})
-    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    model, info = loaded
     assert not info["missing_keys"] and not info["mismatched_keys"]
     token = torch.arange(1, 14)
     state = target.forward(token, torch.arange(13), PackedContext([0, 13]))
@@ -410,16 +413,9 @@ def test_targets_whose_engines_read_no_layers_are_refused(
 
 def test_heads_wider_or_narrower_than_the_hidden_width_are_refused(tmp_path: Path) -> None:
     """vLLM's MiMo takes the head width from the hidden width."""
-    config = replace_width(CONFIGS["llama"])
-    Target.from_config(config).model.save_pretrained(tmp_path)  # type: ignore[operator]
+    Target.from_config(toy_config(head_dim=16)).model.save_pretrained(tmp_path)  # type: ignore[operator]
     target = Target.load(tmp_path, "float32")
     assert "4 heads of 16 for a width of 32" in LAYOUTS["stitched"].not_held(MtpConfig(), target)
-
-
-def replace_width(config: object) -> object:
-    made = type(config)(**config.to_dict())  # type: ignore[attr-defined]
-    made.head_dim = 16
-    return made
 
 
 def test_a_target_that_is_nowhere_on_disk_is_refused() -> None:

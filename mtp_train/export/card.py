@@ -12,9 +12,12 @@ from mtp_train.models.target import Target
 DRAFTS = 3  # of the commands where nothing was measured
 
 
-def model_card(target: Target, layout: Layout, figures: dict[str, Any], out: Path) -> str:
+def model_card(
+    config: Any, target: Target, layout: Layout, figures: dict[str, Any], out: Path
+) -> str:
     """README.md of the folder `out`.
 
+    config: the head's.
     figures: the evaluation's, of its held-out prompts; empty if there is none.
     """
     greedy = figures.get("greedy")
@@ -24,7 +27,7 @@ def model_card(target: Target, layout: Layout, figures: dict[str, Any], out: Pat
     engines = "\n\n".join(
         f"## {item.engine} ({item.version}, {'tried' if item.seen else 'from its source, not run'})"
         f"\n\n{item.how}"
-        for item in layout.serving(folder, str(out.resolve()), drafts)
+        for item in layout.serving(config, folder, str(out.resolve()), drafts)
     )
     words = ", ".join(f"`{word}`" for word in layout.forbidden)
     path = (

@@ -36,7 +36,7 @@ class DeepseekLayer(Layer):
         latent = self.norm(f"{self.prefix}self_attn.kv_a_layernorm.weight", latent)
         both = self.linear("self_attn.kv_b_proj", latent).unflatten(-1, (heads, -1)).transpose(0, 1)
         key_NTH, value_NTH = both.split([nope, sizes["v_head_dim"]], -1)
-        position = self.config | {"head_dim": rope}, position_T
+        position = {**self.config, "head_dim": rope}, position_T
         turned = _turned(turning, *rotary_table(*position))
         query_still, query_turning = query_NTH.split([nope, rope], -1)
         score_NTT = query_still @ key_NTH.transpose(1, 2)

@@ -42,9 +42,12 @@ OF_THE_FILE = ("quantization_config", "auto_map", "_name_or_path", "transformers
 
 
 class DeepseekNextn(Layout):
+    """`deepseek_nextn`."""
+
     name = "deepseek_nextn"
     family = "mtp"
     forbidden = METHOD_WORDS
+    mark = "eh_proj.weight"  # the architecture is a whole model's as well
 
     def head_faults(self, config: Any) -> Iterator[str]:
         yield from (f"head.{name}=false" for name in NORMS if not getattr(config, name))
@@ -114,9 +117,9 @@ class DeepseekNextn(Layout):
         ]
         return chained_modules(modules, chain)
 
-    def serving(self, target: str, head: str, drafts: int) -> list[Serving]:
+    def serving(self, config: Any, target: str, head: str, drafts: int) -> list[Serving]:
         draft = json.dumps({"method": "mtp", "model": head, "num_speculative_tokens": drafts})
-        overrides = '{"num_nextn_predict_layers": 1}'
+        overrides = json.dumps({"num_nextn_predict_layers": config.modules})
         vllm = f"""```
 vllm serve {target} --hf-overrides '{overrides}' --speculative-config '{draft}'
 ```

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import read_json
 
+T = TypeVar("T")
 CONFIG = "config.json"
 TENSORS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -37,6 +39,11 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     return found
 
 
+def tensor_names(folder: Path) -> set[str]:
+    """Names of a head folder's tensors, from the files' headers."""
+    return {name for path in _files(folder) for name in _opened(path, lambda file: file.keys())}
+
+
 def _files(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
         index = read_json(folder / INDEX)
@@ -54,8 +61,14 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _load(path: Path) -> dict[str, Tensor]:
+    return _opened(path, lambda file: {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+
+
+def _opened(path: Path, work: Callable[[Any], T]) -> T:
+    """What `work` makes of an open file; a damaged or missing one is an error that names it."""
     try:
-        return load_file(path)
+        with safe_open(path, framework="pt") as file:
+            return work(file)
     except (SafetensorError, OSError) as error:
         raise UserError(
             "a head folder must hold whole safetensors files",

@@ -9,16 +9,36 @@ from typing import Any
 from mtp_train.core.errors import UserError
 from mtp_train.export.deepseek_nextn import DeepseekNextn
 from mtp_train.export.draft_model import DraftModel
+from mtp_train.export.eagle import Eagle, EagleSglang
+from mtp_train.export.eagle3 import Eagle3
+from mtp_train.export.files import tensor_names
 from mtp_train.export.layout import Layout
 from mtp_train.export.medusa import Medusa
 from mtp_train.export.mimo import MimoMtp
+from mtp_train.export.speculators import Speculators
 from mtp_train.export.stitched import Stitched
 
-# In the order in which a folder is recognised: a whole MiMo is one too, and a draft model is any model at all.
-ALL: tuple[Layout, ...] = (Stitched(), MimoMtp(), DeepseekNextn(), Medusa(), DraftModel())
+# In the order in which a folder is recognised: a whole MiMo comes before its head, and a draft model is any model.
+ALL: tuple[Layout, ...] = (
+    Stitched(),
+    MimoMtp(),
+    Eagle(),
+    EagleSglang(),
+    Eagle3(),
+    Speculators(),
+    DeepseekNextn(),
+    Medusa(),
+    DraftModel(),
+)
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in ALL}
 AUTO = "auto"
-USUAL = {"mtp": "mimo_mtp", "medusa": "medusa", "draft_model": "draft_model"}  # of a head's family
+USUAL = {  # of a head's family
+    "mtp": "mimo_mtp",
+    "eagle": "eagle",
+    "eagle3": "eagle3",
+    "medusa": "medusa",
+    "draft_model": "draft_model",
+}
 
 
 def usual(name: str, family: str) -> Layout | None:
@@ -28,9 +48,9 @@ def usual(name: str, family: str) -> Layout | None:
 
 
 def recognised(config: Mapping[str, Any], folder: Path) -> Layout:
-    """The layout that a folder's config.json is of."""
+    """The layout that a folder is of, by its config.json; by a tensor's name where that is another model's as well."""
     for layout in LAYOUTS.values():
-        if layout.recognises(config):
+        if layout.recognises(config) and layout.marked(tensor_names(folder)):
             return layout
     raise UserError(
         "a head to import must be in a known layout: " + ", ".join(LAYOUTS),

@@ -88,11 +88,17 @@ class Layout(ABC):
         name: its name in `formats.LAYOUTS`.
         family: of the heads that it holds.
         forbidden: words that the folder's path must not contain.
+        mark: how a tensor's name ends that tells the layout from other models with such a config.json.
     """
 
     name: ClassVar[str]
     family: ClassVar[str]
     forbidden: ClassVar[tuple[str, ...]] = ()
+    mark: ClassVar[str] = ""
+
+    def marked(self, names: Collection[str]) -> bool:
+        """Whether a folder with these tensors may be of the layout."""
+        return any(name.endswith(self.mark) for name in names)
 
     def not_held(self, config: Any, target: Target | None = None) -> str:
         """Why a head of this configuration, for this target, can't go here; empty if it can."""
@@ -140,8 +146,8 @@ class Layout(ABC):
         """
 
     @abstractmethod
-    def serving(self, target: str, head: str, drafts: int) -> list[Serving]:
-        """How engines serve the folder `head` with the target's folder."""
+    def serving(self, config: Any, target: str, head: str, drafts: int) -> list[Serving]:
+        """How engines serve the folder `head`, of a head of this configuration, with the target's folder."""
 
     def tidied(self, tensors: dict[str, Tensor], target: Target) -> dict[str, Tensor]:
         """Another trainer's tensors under the layout's names, without copies of the target's own."""

@@ -5,11 +5,15 @@ Knows no layout.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from mtp_train.core.errors import UserError
 from mtp_train.heads.block import unlike_llama
-from mtp_train.models.plain import plain_config
+from mtp_train.models.plain import plain_config, read_config
 from mtp_train.models.target import Target
 
 MATRICES = (
@@ -73,10 +77,87 @@ def block_faults(config: Any, target: Target, held: Collection[str]) -> Iterator
         yield f"the target's own layer {kind} with {', '.join(faults)} (set head.block=llama)"
 
 
+def embedding_faults(target: Target) -> Iterator[str]:
+    """What a target does to its embeddings, which a draft in an engine leaves out."""
+    token = torch.zeros(1, dtype=torch.int64, device=target.device)
+    if not torch.equal(target.embed(token), target.base.get_input_embeddings().weight[:1]):
+        yield f"scaled embeddings ({target.config.model_type})"
+
+
 def output_faults(target: Target) -> Iterator[str]:
     """What stands between the target's lm_head and its logits, which a draft in an engine leaves out."""
     if target.logit_softcap is not None:
         yield f"a cap on the target's logits ({target.logit_softcap})"
+
+
+def block_kind(target: Target) -> str:
+    """`head.block` of a head that a layout without biases holds: the target's own class where it is a Llama layer."""
+    own = set(target.base.layers[-1].state_dict())
+    return "target" if own == {*MATRICES, *NORMS} and not unlike_llama(target) else "llama"
+
+
+def require_sizes(config: Mapping[str, Any], target: Target) -> None:
+    """Raise unless a Llama-type draft's config.json says the target's sizes, RoPE and norm epsilon.
+
+    Tensors of the same shapes can be cut into other heads, and turn by another RoPE.
+    """
+    theirs, ours = read_config(config).to_dict(), plain_config(target).to_dict()
+    for name in ("hidden_size", "vocab_size"):
+        if theirs[name] != ours[name]:
+            raise UserError(
+                f"a head must be used with its own target ({name} {ours[name]})",
+                f"{name} {theirs[name]}",
+                "name the target that it was trained for",
+            )
+    others = [key for key in SIZES if key != "max_position_embeddings"]
+    odd = [f"{key} {theirs[key]} for {ours[key]}" for key in others if theirs[key] != ours[key]]
+    if odd:
+        raise UserError(
+            "a head's layer must have the target's sizes",
+            ", ".join(odd),
+            "check its config.json against the target's",
+        )
+
+
+def tidied(
+    tensors: Mapping[str, Tensor], target: Target, *, shared_lm_head: bool
+) -> dict[str, Tensor]:
+    """Without the prefix `model.`, RoPE tables, and copies of the target's embedding and lm_head."""
+    found = {name.removeprefix("model."): value for name, value in tensors.items()}
+    found = {name: value for name, value in found.items() if "rotary_emb." not in name}
+    own = {"embed_tokens.weight": target.base.get_input_embeddings().weight}
+    if shared_lm_head:
+        own["lm_head.weight"] = target.lm_head.weight
+    for name, theirs in own.items():
+        if name in found:
+            _require_copy(name, found.pop(name), theirs.detach().cpu())
+    return found
+
+
+def _require_copy(name: str, copy: Tensor, theirs: Tensor) -> None:
+    """Raise unless a tensor is the target's, up to the rounding of another dtype."""
+    if copy.shape != theirs.shape or not torch.allclose(
+        copy.float(), theirs.float(), rtol=1e-2, atol=1e-5
+    ):
+        raise UserError(
+            "a head's embedding and lm_head must be the target's",
+            f"another {name} {tuple(copy.shape)} for {tuple(theirs.shape)}",
+            "name the target that it was trained for",
+        )
+
+
+def vllm(method: str, target: str, head: str, drafts: int) -> str:
+    """vLLM's command, in Python and as a server."""
+    draft = f'{{"method": "{method}", "model": "{head}", "num_speculative_tokens": {drafts}}}'
+    return f"""```python
+from vllm import LLM
+
+llm = LLM(model="{target}", speculative_config={draft})
+```
+
+```
+vllm serve {target} --speculative-config '{draft}'
+```"""
 
 
 def sglang(algorithm: str, target: str, head: str, drafts: int) -> str:

@@ -120,7 +120,7 @@ class Medusa(Layout):
             logits.append(tensors[own] @ read_D)
         return logits
 
-    def serving(self, target: str, head: str, drafts: int) -> list[Serving]:
+    def serving(self, config: Any, target: str, head: str, drafts: int) -> list[Serving]:
         draft = json.dumps({"method": "medusa", "model": head, "num_speculative_tokens": drafts})
         how = f"```\nvllm serve {target} --speculative-config '{draft}'\n```"
         return [Serving("vLLM, method `medusa`", "0.32.0", False, how)]

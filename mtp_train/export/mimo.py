@@ -118,7 +118,7 @@ class MimoMtp(Layout):
 
         return chained(step, chain, chain.states["post_norm"], chain.lm_head)
 
-    def serving(self, target: str, head: str, drafts: int) -> list[Serving]:
+    def serving(self, config: Any, target: str, head: str, drafts: int) -> list[Serving]:
         overrides = '{"num_nextn_predict_layers": 1}'
         draft = f'{{"method": "mtp", "model": "{head}", "num_speculative_tokens": {drafts}}}'
         vllm = f"""```python

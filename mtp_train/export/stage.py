@@ -70,7 +70,7 @@ def export_head(
     require_writable(temporary)
     try:
         layout.write(temporary, head, target)
-        write_text(temporary / "README.md", model_card(target, layout, figures, out))
+        write_text(temporary / "README.md", model_card(head.config, target, layout, figures, out))
         check = check_export(head, target, layout, temporary)
     except UserError:
         shutil.rmtree(temporary)

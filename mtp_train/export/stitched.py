@@ -126,7 +126,7 @@ class Stitched(Layout):
         values = {"head_dim": width} | made.to_dict() | dict(config)
         return _inner(made.model_type).served(tensors, values, chain)
 
-    def serving(self, target: str, head: str, drafts: int) -> list[Serving]:
+    def serving(self, config: Any, target: str, head: str, drafts: int) -> list[Serving]:
         draft = json.dumps({"method": "mtp", "num_speculative_tokens": drafts})
         vllm = f"""```
 vllm serve {head} --speculative-config '{draft}'

@@ -53,6 +53,12 @@ def _rope(theirs: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": found.get("rope_theta", 10000.0)}
 
 
+def read_config(values: Mapping[str, Any]) -> LlamaConfig:
+    """The Llama that a config.json describes, what it leaves out by the defaults that engines take."""
+    left_out = ("architectures", "model_type", "dtype", "torch_dtype", "transformers_version")
+    return LlamaConfig(**{key: value for key, value in values.items() if key not in left_out})
+
+
 def rotary_table(config: Mapping[str, Any], position_T: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine and sine [T, H / 2] in float32 of a Llama whose config.json says this."""
     known = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings")
