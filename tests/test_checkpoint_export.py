@@ -22,8 +22,8 @@ from mtp_train.checkpoint.heads import (
     save_checkpoint,
 )
 from mtp_train.core.errors import UserError
-from mtp_train.core.provenance import file_digest
-from mtp_train.export import mimo
+from mtp_train.core.provenance import SEAL, file_digest, sealed
+from mtp_train.export import mimo, origin
 from mtp_train.export.check import check_export
 from mtp_train.export.layout import METHOD_WORDS
 from mtp_train.export.stage import ExportConfig, export_head, import_head
@@ -77,7 +77,10 @@ def test_a_head_comes_back_bit_for_bit(toy_target: Target, saved: Path) -> None:
     assert head.state_dict().keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in head.state_dict().items())
     assert {parameter.dtype for parameter in head.parameters()} == {torch.float32}
-    assert replace(found, sha256="") == card(toy_target)
+    assert replace(found, sha256="", files={}) == card(toy_target)
+    assert found.files == {
+        name: file_digest(saved / name) for name in ("more.safetensors", "note.json")
+    }
     assert found.sha256 == file_digest(saved / TENSORS)
     assert sorted(path.name for path in saved.iterdir()) == [
         CARD,
@@ -99,7 +102,13 @@ def test_saving_again_replaces_the_folder_as_a_whole(toy_target: Target, saved: 
 def test_the_same_head_gives_the_same_bytes(
     toy_target: Target, saved: Path, tmp_path: Path
 ) -> None:
-    save_checkpoint(tmp_path / "again", trained(toy_target), card(toy_target))
+    save_checkpoint(
+        tmp_path / "again",
+        trained(toy_target),
+        card(toy_target),
+        extra={"more.safetensors": {"x": torch.ones(2)}},
+        notes={"note.json": [1]},
+    )
     assert all(
         (saved / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
         for name in (CARD, TENSORS)
@@ -199,7 +208,9 @@ def test_damaged_tensors_are_refused_and_named(
 def retell(folder: Path) -> None:
     """Make the card name the tensor file's present bytes."""
     value = json.loads((folder / CARD).read_text())
-    (folder / CARD).write_text(json.dumps(value | {"sha256": file_digest(folder / TENSORS)}))
+    value.pop(SEAL)
+    value = sealed(value | {"sha256": file_digest(folder / TENSORS)})
+    (folder / CARD).write_text(json.dumps(value))
 
 
 def test_a_truncated_file_that_its_card_names_is_refused_still(
@@ -275,7 +286,9 @@ SHAPES = {
 
 @pytest.fixture
 def exported(toy_target: Target, tmp_path: Path) -> Path:
+    """Without the note of its bytes, as somebody else's folder: tests change what is in it."""
     export_head(trained(toy_target), toy_target, ExportConfig(), tmp_path / "out", {})
+    (tmp_path / "out" / origin.NAME).unlink()
     return tmp_path / "out"
 
 

@@ -31,7 +31,7 @@ def stage(job: Job) -> None:
         "evaluate",
         inputs,
         lambda: _work(job, config),
-        whole=job.folder.evaluation.is_file,
+        files=[job.folder.evaluation],
     )
 
 
@@ -92,6 +92,7 @@ def _work(job: Job, config: EvaluateConfig) -> Any:
 def _sets(job: Job, config: EvaluateConfig) -> list[PromptSet]:
     """The held-out prompts first, then those out of domain where the run has any."""
     stop = job.stop
+    job.folder.require_same("regenerate", *(job.folder.answers(name) for name in set_names(job)))
     return [
         prompt_set(
             name, read_answers(job.folder.answers(name), Accounting()), stop, config.max_new_tokens
@@ -113,5 +114,7 @@ def last_validation(job: Job) -> dict[str, float]:
 
 def curves(job: Job) -> list[dict[str, Any]]:
     """What the trainer wrote at every step and validation."""
-    text = (job.folder.stage("train") / CURVES).read_text(encoding="utf-8")
+    path = job.folder.stage("train") / CURVES
+    job.folder.require_same("train", path)
+    text = path.read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]

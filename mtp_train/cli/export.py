@@ -37,6 +37,7 @@ def _work(job: Job, config: ExportConfig, out: Path) -> Any:
     head, card = load_head(job.folder.head, target)
     figures: dict[str, Any] = {}
     if job.folder.evaluation.is_file():
+        job.folder.require_same("evaluate", job.folder.evaluation)
         evaluation = read_json(job.folder.evaluation)
         if evaluation["head"]["sha256"] == card.sha256:  # never an earlier head's figures
             figures = evaluation["sets"]["heldout"]

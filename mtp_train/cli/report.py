@@ -21,10 +21,10 @@ def stage(job: Job) -> None:
 
 
 def _work(job: Job) -> Any:
-    curves = [
-        json.loads(line)
-        for line in (job.folder.stage("train") / CURVES).read_text(encoding="utf-8").splitlines()
-    ]
+    path = job.folder.stage("train") / CURVES
+    job.folder.require_same("train", path)
+    job.folder.require_same("evaluate", job.folder.evaluation)
+    curves = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     evaluation = read_json(job.folder.evaluation)
     if evaluation["head"]["sha256"] != read_card(job.folder.head).sha256:
         raise UserError(

@@ -34,6 +34,7 @@ class DraftModel(Layout):
     name = "draft_model"
     family = DraftModelHead.family
     forbidden = METHOD_WORDS
+    mark = EMBEDDING
 
     def head_faults(self, config: Any) -> Iterator[str]:
         yield from ()

@@ -18,9 +18,8 @@ from mtp_train.export.mimo import MimoMtp
 from mtp_train.export.speculators import Speculators
 from mtp_train.export.stitched import Stitched
 
-# In the order in which a folder is recognised: a whole MiMo comes before its head, and a draft model is any model.
+# In the order in which a folder is recognised.
 ALL: tuple[Layout, ...] = (
-    Stitched(),
     MimoMtp(),
     Eagle(),
     EagleSglang(),
@@ -28,7 +27,8 @@ ALL: tuple[Layout, ...] = (
     Speculators(),
     DeepseekNextn(),
     Medusa(),
-    DraftModel(),
+    Stitched(),
+    DraftModel(),  # any model is one
 )
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in ALL}
 AUTO = "auto"

@@ -76,7 +76,8 @@ class MimoMtp(Layout):
         }
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
-        return config.get("architectures") == [ARCHITECTURE]
+        alone = config.get("num_hidden_layers", 1) == 1  # a whole MiMo has more
+        return config.get("architectures") == [ARCHITECTURE] and alone
 
     def read(
         self, tensors: dict[str, Tensor], config: Mapping[str, Any], target: Target

@@ -18,6 +18,7 @@ from mtp_train.export.check import check_export
 from mtp_train.export.files import CONFIG
 from mtp_train.export.formats import AUTO, LAYOUTS, USUAL, recognised, usual
 from mtp_train.export.layout import Layout
+from mtp_train.export.origin import require_origin, write_origin
 from mtp_train.heads.base import DraftHead
 from mtp_train.models.target import Target
 
@@ -72,6 +73,7 @@ def export_head(
         layout.write(temporary, head, target)
         write_text(temporary / "README.md", model_card(head.config, target, layout, figures, out))
         check = check_export(head, target, layout, temporary)
+        write_origin(temporary, layout.name, layout.family, target)
     except UserError:
         shutil.rmtree(temporary)
         raise
@@ -84,8 +86,10 @@ def import_head(folder: Path, target: Target) -> DraftHead:
     """A head folder in any of the layouts, ours or another trainer's, as a head of ours for `target`.
 
     Raises:
-        UserError: an unknown layout, other tensors than the layout's, or another target's sizes.
+        UserError: an unknown layout, other tensors than the layout's, another target's sizes, or a folder of ours that
+            is damaged or was made for another target.
     """
+    require_origin(folder, target)
     layout = recognised(read_json(folder / CONFIG), folder)
     tensors, config = layout.load(folder)
     head = layout.read(layout.tidied(tensors, target), config, target)
