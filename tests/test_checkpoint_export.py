@@ -23,10 +23,10 @@ from mtp_train.checkpoint.heads import (
 )
 from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import SEAL, file_digest, sealed
-from mtp_train.export import mimo, origin
+from mtp_train.export import mimo
 from mtp_train.export.check import check_export
 from mtp_train.export.layout import METHOD_WORDS
-from mtp_train.export.stage import ExportConfig, export_head, import_head
+from mtp_train.export.stage import RECORD, ExportConfig, export_head, import_head
 from mtp_train.heads.mtp import MtpConfig, MtpHead, build
 from mtp_train.models.target import Target
 
@@ -284,11 +284,14 @@ SHAPES = {
 }
 
 
+def forget(folder: Path) -> None:
+    """Make it another trainer's folder: without the record of what was written."""
+    (folder / RECORD).unlink()
+
+
 @pytest.fixture
 def exported(toy_target: Target, tmp_path: Path) -> Path:
-    """Without the note of its bytes, as somebody else's folder: tests change what is in it."""
     export_head(trained(toy_target), toy_target, ExportConfig(), tmp_path / "out", {})
-    (tmp_path / "out" / origin.NAME).unlink()
     return tmp_path / "out"
 
 
@@ -357,7 +360,7 @@ def test_rope_scaling_reaches_the_config(tmp_path: Path) -> None:
 
 
 def test_a_head_goes_out_and_comes_back(toy_target: Target, exported: Path) -> None:
-    head = import_head(exported, toy_target)
+    _, head = import_head(exported, toy_target)
     expected = trained(toy_target).state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in head.state_dict().items())
 
@@ -420,6 +423,7 @@ def test_a_folder_with_other_tensors_is_refused(
     tensors = load_file(exported / "model.safetensors")
     change(tensors)
     save_file(tensors, exported / "model.safetensors")
+    forget(exported)
     with pytest.raises(UserError, match=message):
         import_head(exported, toy_target)
 
@@ -432,8 +436,9 @@ def test_a_folder_without_biases_is_imported(toy_target: Target, exported: Path)
         if not name.endswith("bias")
     }
     save_file(tensors, exported / "model.safetensors")
+    forget(exported)
     assert torch.equal(
-        import_head(exported, toy_target).hnorm.weight, trained(toy_target).hnorm.weight
+        import_head(exported, toy_target)[1].hnorm.weight, trained(toy_target).hnorm.weight
     )
 
 
@@ -442,6 +447,7 @@ def test_another_architecture_is_refused(toy_target: Target, exported: Path) -> 
     (exported / "config.json").write_text(
         json.dumps(config | {"architectures": ["LlamaForCausalLM"]})
     )
+    forget(exported)
     with pytest.raises(UserError, match="known layout"):
         import_head(exported, toy_target)
 

@@ -734,6 +734,7 @@ def test_the_pipeline_leaves_every_output(pipeline: Path) -> None:
     assert sorted(path.name for path in (run / "export" / "mimo_mtp").iterdir()) == [
         "README.md",
         "config.json",
+        "export.json",
         "model.safetensors",
     ]
     assert not [path for path in run.rglob("*") if path.name.endswith((".part", ".journal"))], (

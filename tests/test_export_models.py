@@ -17,11 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mtp_train.attention.packed import PackedContext
 from mtp_train.core.errors import UserError
-from mtp_train.export import origin
 from mtp_train.export.draft_model import DraftModel
 from mtp_train.export.formats import LAYOUTS
 from mtp_train.export.medusa import Medusa
-from mtp_train.export.stage import ExportConfig, export_head, import_head
+from mtp_train.export.stage import RECORD, ExportConfig, export_head, import_head
 from mtp_train.heads.base import DraftHead
 from mtp_train.heads.draft_model import DraftModelConfig
 from mtp_train.heads.families import build_head
@@ -41,7 +40,7 @@ def exported(target: Target, variant: str, folder: Path) -> DraftHead:
 
 def edited(folder: Path) -> Path:
     """A folder that a test has changed, as somebody else's: without the note of its bytes."""
-    (folder / origin.NAME).unlink()
+    (folder / RECORD).unlink()
     return folder
 
 
@@ -64,7 +63,7 @@ def test_the_layout_holds_blocks_and_lm_heads(
     own = {f"lm_heads.{i}.weight": [61, 32] for i in range(3)}
     outputs = own if head.config.own_lm_heads else {"lm_head.weight": [61, 32]}
     assert {name: list(value.shape) for name, value in tensors.items()} == blocks | outputs
-    assert same(head, import_head(tmp_path / "out", toy_target))
+    assert same(head, import_head(tmp_path / "out", toy_target)[1])
 
 
 @MEDUSA
@@ -105,7 +104,7 @@ def test_older_names_are_read(toy_target: Target, tmp_path: Path) -> None:
     (tmp_path / "out" / "config.json").write_text(
         json.dumps({"medusa_num_heads": 3, "medusa_num_layers": 1})
     )
-    assert same(head, import_head(edited(tmp_path / "out"), toy_target))
+    assert same(head, import_head(edited(tmp_path / "out"), toy_target)[1])
 
 
 @pytest.mark.parametrize(
@@ -137,13 +136,13 @@ def test_other_medusa_heads_are_refused_and_named(
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     (tmp_path / "out" / "config.json").write_text(json.dumps(config | keys))
     with pytest.raises(UserError, match=message):
-        import_head(edited(tmp_path / "out"), toy_target)
+        import_head(edited(tmp_path / "out"), toy_target)[1]
 
 
 def test_a_copy_of_another_targets_lm_head_is_refused(toy_target: Target, tmp_path: Path) -> None:
     exported(toy_target, "medusa-frozen", tmp_path / "out")
     with pytest.raises(UserError, match="the target's own lm_head"):
-        import_head(edited(tmp_path / "out"), make_target(seed=9))
+        import_head(edited(tmp_path / "out"), make_target(seed=9))[1]
 
 
 def test_a_wrong_order_of_heads_is_caught_though_reading_shares_it(
@@ -232,7 +231,7 @@ def test_transformers_loads_the_folder_to_the_same_logits(
         )
         mine = head.logits(whole_target, out, 0)
     torch.testing.assert_close(theirs, mine, atol=2e-4, rtol=1e-4)
-    again = import_head(tmp_path / "out", whole_target)
+    again = import_head(tmp_path / "out", whole_target)[1]
     with torch.no_grad():
         out = again(
             again.embed(whole_target, token), torch.empty(0), position, PackedContext([0, 13])
@@ -290,7 +289,7 @@ def test_other_draft_models_are_refused_and_named(
     how(tensors)
     save_file(tensors, file)
     with pytest.raises(UserError, match=message):
-        import_head(edited(tmp_path / "out"), toy_target)
+        import_head(edited(tmp_path / "out"), toy_target)[1]
 
 
 def test_a_draft_with_fewer_tokens_than_the_target_is_refused(

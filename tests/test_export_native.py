@@ -20,9 +20,9 @@ from mtp_train.core.errors import UserError
 from mtp_train.engine.engine import Engine, EngineConfig
 from mtp_train.engine.propose import ChainProposer
 from mtp_train.engine.sequences import Request
-from mtp_train.export import deepseek_nextn, origin, stitched
+from mtp_train.export import deepseek_nextn, stitched
 from mtp_train.export.formats import LAYOUTS
-from mtp_train.export.stage import ExportConfig, export_head, import_head
+from mtp_train.export.stage import RECORD, ExportConfig, export_head, import_head
 from mtp_train.heads.mtp import MtpConfig, MtpHead, build
 from mtp_train.heads.native import LAYOUTS as NAMES
 from mtp_train.heads.native import begin_as_native, module_tensors
@@ -67,7 +67,7 @@ def shaken(target: Target, **options: object) -> MtpHead:
 
 def edited(folder: Path) -> Path:
     """A folder that a test has changed, as somebody else's: without the note of its bytes."""
-    (folder / origin.NAME).unlink()
+    (folder / RECORD).unlink()
     return folder
 
 
@@ -102,7 +102,7 @@ def test_the_layout_holds_these_tensors_and_no_others(modules: int, tmp_path: Pa
     assert set(check.values()) == {0.0}
     assert {name.split(",")[0] for name in check} == {"position 1", "position 5000"}
     assert len(check) == 6
-    assert same(head, import_head(tmp_path / "out", target))
+    assert same(head, import_head(tmp_path / "out", target)[1])
 
 
 def test_the_config_says_how_experts_are_chosen_and_how_many_modules_there_are(
@@ -156,7 +156,7 @@ def test_a_second_deepseeks_head_goes_out_as_a_thirds_with_its_own_routing(
     assert config["model_type"] == "deepseek_v3"
     assert (read.scoring_func, read.norm_topk_prob) == ("softmax", False)
     assert read.topk_method == target.config.topk_method
-    assert same(head, import_head(tmp_path / "out", target))
+    assert same(head, import_head(tmp_path / "out", target)[1])
 
 
 def test_a_head_alone_that_is_numbered_from_0_is_read(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_head_alone_that_is_numbered_from_0_is_read(tmp_path: Path) -> None:
     file = tmp_path / "out" / "model.safetensors"
     save_file({n.replace("layers.2.", "layers.0."): v for n, v in load_file(file).items()}, file)
     edit(tmp_path / "out", num_hidden_layers=1)
-    assert same(head, import_head(edited(tmp_path / "out"), target))
+    assert same(head, import_head(edited(tmp_path / "out"), target)[1])
 
 
 def edit(folder: Path, **changes: object) -> None:
@@ -201,7 +201,7 @@ def test_other_tensors_are_refused_and_named(
     how(tensors)
     save_file(tensors, file)
     with pytest.raises(UserError, match=message):
-        import_head(edited(tmp_path / "out"), target)
+        import_head(edited(tmp_path / "out"), target)[1]
 
 
 @pytest.mark.parametrize(
@@ -384,7 +384,7 @@ def test_a_published_target_with_its_layers_is_imported_as_a_head(
     target = on_disk(tmp_path / "target", kind)
     head = shaken(target)
     export_head(head, target, ExportConfig("stitched"), tmp_path / "out", {})
-    assert same(head, import_head(tmp_path / "out", target))
+    assert same(head, import_head(tmp_path / "out", target)[1])
 
 
 def test_a_bias_that_is_missing_or_not_zero_is_refused(tmp_path: Path) -> None:
@@ -395,7 +395,7 @@ def test_a_bias_that_is_missing_or_not_zero_is_refused(tmp_path: Path) -> None:
     name = "model.layers.1.self_attn.v_proj.bias"
     save_file(tensors | {name: tensors[name] + 1}, file)
     with pytest.raises(UserError, match=name):
-        import_head(edited(tmp_path / "out"), target)
+        import_head(edited(tmp_path / "out"), target)[1]
 
 
 @pytest.mark.parametrize(

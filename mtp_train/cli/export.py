@@ -1,4 +1,4 @@
-"""`mtp-train export`: the run's head as a folder that serving engines load."""
+"""`mtp-train export`: the run's head as a folder that serving engines load; `--list` tells which ones it can be."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from mtp_train.cli.run_folder import run_stage
 from mtp_train.core.progress import say
 from mtp_train.core.provenance import folder_digest, read_json
 from mtp_train.export.files import CONFIG
+from mtp_train.export.formats import LAYOUTS, USUAL
 from mtp_train.export.stage import ExportConfig, export_head, layout_of
+from mtp_train.heads.families import make_settings
 
 
 def stage(job: Job) -> None:
     config: ExportConfig = job.section("export", ExportConfig)
+    job.folder.require("train")
+    out = job.folder.export(layout_of(config, read_card(job.folder.head).family).name)
     before = [
         job.folder.require("train")["outputs"],
         job.folder.evaluation.is_file() and job.folder.require("evaluate")["outputs"],
     ]
-    family = read_card(job.folder.head).family
-    out = job.folder.export(layout_of(config, family).name)
     run_stage(
         job.folder,
         "export",
@@ -44,3 +46,29 @@ def _work(job: Job, config: ExportConfig, out: Path) -> Any:
     check = export_head(head, target, config, out, figures)
     say(f"export: {out}; loaded back, logits equal at {len(check)} points")
     return folder_digest(out)
+
+
+def show(overrides: list[str]) -> None:
+    """`mtp-train export --list [overrides]`: the layouts, and with a target whether the head goes there, or why not.
+
+    The head is the run's trained one if there is one, else the one that is configured.
+    """
+    if not overrides:
+        print(
+            "\n".join(f"{name:16s} heads of family {one.family}" for name, one in LAYOUTS.items())
+        )
+        print("with target.path=... and run=... or head=...: whether that head goes there")
+        return
+    job = Job(overrides)
+    trained = (job.folder.head / "head.json").is_file()
+    config = job.head_config
+    if trained:
+        card = read_card(job.folder.head)
+        config = make_settings({"family": card.family} | card.head)
+    target = job.target(ends=True)
+    which = str(job.folder.head) if trained else "not trained yet"
+    print(f"head of family {config.family} ({which}), target {job.target_config.path}")
+    for name, layout in LAYOUTS.items():
+        cannot = layout.not_held(config, target)
+        usual = " (the usual one)" if USUAL.get(config.family) == name else ""
+        print(f"  {name:16s} {f'no: {cannot}' if cannot else f'yes{usual}'}")

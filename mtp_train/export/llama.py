@@ -79,8 +79,8 @@ def block_faults(config: Any, target: Target, held: Collection[str]) -> Iterator
 
 def embedding_faults(target: Target) -> Iterator[str]:
     """What a target does to its embeddings, which a draft in an engine leaves out."""
-    token = torch.zeros(1, dtype=torch.int64, device=target.device)
-    if not torch.equal(target.embed(token), target.base.get_input_embeddings().weight[:1]):
+    token_T = torch.arange(8, device=target.device)  # the row of a padding token may be zeros
+    if not torch.equal(target.embed(token_T), target.base.get_input_embeddings().weight[token_T]):
         yield f"scaled embeddings ({target.config.model_type})"
 
 

@@ -7,22 +7,31 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from mtp_train.core.errors import UserError
-from mtp_train.core.provenance import read_json, require_writable, write_text
+from mtp_train.core.provenance import (
+    file_digests,
+    read_json,
+    require_writable,
+    sealed,
+    unsealed,
+    versions,
+    write_json,
+    write_text,
+)
 from mtp_train.export.card import model_card
 from mtp_train.export.check import check_export
 from mtp_train.export.files import CONFIG
 from mtp_train.export.formats import AUTO, LAYOUTS, USUAL, recognised, usual
 from mtp_train.export.layout import Layout
-from mtp_train.export.origin import require_origin, write_origin
 from mtp_train.heads.base import DraftHead
 from mtp_train.models.target import Target
 
 FORMATS = (AUTO, *LAYOUTS)
+RECORD = "export.json"
 
 
 @dataclass(frozen=True)
@@ -71,9 +80,9 @@ def export_head(
     require_writable(temporary)
     try:
         layout.write(temporary, head, target)
+        write_record(temporary, head, target, layout)
         write_text(temporary / "README.md", model_card(head.config, target, layout, figures, out))
         check = check_export(head, target, layout, temporary)
-        write_origin(temporary, layout.name, layout.family, target)
     except UserError:
         shutil.rmtree(temporary)
         raise
@@ -82,18 +91,50 @@ def export_head(
     return check
 
 
-def import_head(folder: Path, target: Target) -> DraftHead:
-    """A head folder in any of the layouts, ours or another trainer's, as a head of ours for `target`.
+def import_head(folder: Path, target: Target) -> tuple[Layout, DraftHead]:
+    """A head folder in any of the layouts, ours or another trainer's: its layout, and a head of ours for `target`.
 
     Raises:
-        UserError: an unknown layout, other tensors than the layout's, another target's sizes, or a folder of ours that
-            is damaged or was made for another target.
+        UserError: an unknown layout, other tensors than the layout's, another target's sizes, or changed files.
     """
-    require_origin(folder, target)
+    require_record(folder, target)
     layout = recognised(read_json(folder / CONFIG), folder)
     tensors, config = layout.load(folder)
     head = layout.read(layout.tidied(tensors, target), config, target)
-    return head.to(target.device)
+    return layout, head.to(target.device)
+
+
+def write_record(folder: Path, head: DraftHead, target: Target, layout: Layout) -> None:
+    """Say beside the files that engines read what they are: no engine reads it, `import_head` does."""
+    record = {
+        "layout": layout.name,
+        "target_hash": target.hash,
+        "head": asdict(head.config),
+        "files": file_digests(folder),
+        "versions": versions(),
+    }
+    write_json(folder / RECORD, sealed(record))
+
+
+def require_record(folder: Path, target: Target) -> None:
+    """Raise unless an export of ours has the bytes that were written, and is this target's; others' have no record."""
+    if not (folder / RECORD).is_file():
+        return
+    record = unsealed(read_json(folder / RECORD), folder / RECORD, "export the head again")
+    found = file_digests(folder)
+    changed = sorted(name for name, digest in record["files"].items() if found.get(name) != digest)
+    if changed:
+        raise UserError(
+            "an export's files must be the bytes that its record names",
+            f"{folder / changed[0]} changed",
+            f"export the head again, or remove {RECORD} if the change is meant",
+        )
+    if record["target_hash"] != target.hash:
+        raise UserError(
+            f"a head must be used with its own target (target_hash {target.hash})",
+            record["target_hash"],
+            "name the target it was trained for, and warm start from it for another",
+        )
 
 
 def require_held(head: DraftHead, target: Target, layout: Layout) -> None:

@@ -168,13 +168,14 @@ def _of_heads(target: Target, tensors: dict[str, Tensor], name: str) -> bool:
 def start_linears(head: nn.Module, target: Target) -> None:
     """The random start of every matrix; of experts, routers and sinks as the target's class begins them.
 
-    Those are made without a value.
+    Those are made without a value. Norms begin as they are made: a head's may be of another class than the target's.
     """
     model: Any = target.model
     for module in head.modules():
+        own = any(True for _ in module.parameters(recurse=False))
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.02)
-        elif any(True for _ in module.parameters(recurse=False)):
+        elif own and not type(module).__name__.endswith("RMSNorm"):
             model._init_weights(module)
 
 
