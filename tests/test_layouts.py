@@ -333,7 +333,7 @@ def test_a_fault_that_writing_and_reading_share_is_caught(
 ) -> None:
     """The read-back sees nothing: only the engine's equation, straight from the file, can."""
     wrong_tensors(monkeypatch, kind, wrong)
-    with pytest.raises(UserError, match="logits must be the head's own.*the engine's equation"):
+    with pytest.raises(UserError, match=r"logits must be the head's own.*the engine's equation"):
         exported(target, variant, kind.name, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
