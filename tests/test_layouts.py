@@ -333,7 +333,7 @@ def test_a_fault_that_writing_and_reading_share_is_caught(
 ) -> None:
     """The read-back sees nothing: only the engine's equation, straight from the file, can."""
     wrong_tensors(monkeypatch, kind, wrong)
-    with pytest.raises(UserError, match="logits must be the head's own.*the engine's equation"):
+    with pytest.raises(UserError, match=r"logits must be the head's own.*the engine's equation"):
         exported(target, variant, kind.name, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
@@ -425,6 +425,39 @@ def test_every_usual_layout_is_there_and_of_its_family() -> None:
         assert found is not None and found.name == name
     assert usual("auto", "unheard-of") is None
     assert {*USUAL.values()} <= {*LAYOUTS}
+
+
+@pytest.mark.parametrize("layout", ["eagle", "eagle3", "speculators"])
+def test_a_block_with_sizes_of_its_own_goes_out_and_comes_back(
+    target: Target, tmp_path: Path, layout: str
+) -> None:
+    """Published heads turn by a plain RoPE where their target has scaling, or have a smaller mlp."""
+    layer = {
+        "intermediate_size": 20,
+        "rms_norm_eps": 1e-3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 77.0},
+    }
+    kind: Any = EagleConfig if layout == "eagle" else Eagle3Config
+    config = kind(block="llama", layer=layer, init="random")
+    head = build_head(target, config, 3, torch.arange(61))
+    export_head(head, target, ExportConfig(layout), tmp_path / "out", {})
+    _, again = import_head(tmp_path / "out", target)
+    assert again.config.layer == layer and again.config.block == "llama"
+    assert all(torch.equal(v, again.state_dict()[name]) for name, v in head.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layer": {"rms_norm_eps": 1e-3}}, "head.layer needs head.block=llama"),
+        ({"layer": {"hidden_size": 8}, "block": "llama"}, "must be among intermediate_size"),
+        ({"layer": {"intermediate_size": 8}, "block": "llama"}, "set head.init=random"),
+    ],
+)
+def test_what_a_block_can_not_have_for_itself(options: dict[str, Any], message: str) -> None:
+    for kind in (EagleConfig, Eagle3Config):
+        with pytest.raises(UserError, match=message):
+            kind(**options)
 
 
 # --- somebody else's folders ------------------------------------------------------------------------------------
@@ -594,7 +627,7 @@ FC = "fc.weight"
             r"own target \(hidden_size 32\); received hidden_size 64",
         ),
         ("eagle", None, {"num_attention_heads": 2, "head_dim": 16}, "num_attention_heads 2 for 4"),
-        ("eagle", None, {"rms_norm_eps": 1e-3}, "rms_norm_eps 0.001 for 1e-06"),
+        ("eagle", None, {"attention_bias": True}, "attention_bias True for False"),
         ("eagle3", None, {"num_hidden_layers": 2}, "num_hidden_layers 2"),
         ("eagle3", None, {"eagle_config": {"norm_before_fc": True}}, "norm_before_fc"),
         ("eagle3", None, {eagle3.IDS: [2, 3]}, "3 of the target's 7 layers"),

@@ -143,6 +143,7 @@ def warm_start(
     """A head to train further, of the configured family and options.
 
     It may come from another target of the same sizes. A head of one module begins every module of a head of several.
+    What its block has for itself it keeps, unless the configuration says otherwise (head.layer).
     Its draft vocabulary stays as it is, since its lm_head's rows mean these tokens; how much of the new text it covers
     is said.
 
@@ -157,7 +158,7 @@ def warm_start(
     differ = [
         name
         for name in wanted.keys() | found.keys()
-        if name not in BEGINNINGS and wanted.get(name) not in (found.get(name), [])
+        if name not in BEGINNINGS and wanted.get(name) not in (found.get(name), [], {})
     ]
     if differ:
         raise UserError(

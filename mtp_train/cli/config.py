@@ -29,6 +29,7 @@ FREE = (
     "data.sets",
     "precompute.vllm.engine",
     "target.chat_template_kwargs",
+    "head.layer",
 )
 PACKAGE = Path(__file__).resolve().parents[1]
 

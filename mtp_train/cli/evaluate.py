@@ -63,7 +63,7 @@ def _work(job: Job, config: EvaluateConfig) -> Any:
             "sha256": card.sha256,
         },
         "versions": versions(),
-        "data_digest": job.folder.require("precompute")["outputs"],
+        "data_digest": job.folder.outputs("precompute"),
         "command": job.command,
         "machine": {
             "cpu": platform.processor() or platform.machine(),

@@ -16,7 +16,7 @@ from mtp_train.cli.run_folder import run_stage
 from mtp_train.core.errors import UserError
 from mtp_train.core.progress import say
 from mtp_train.core.provenance import file_digest, folder_digest, write_text
-from mtp_train.export.stage import import_head
+from mtp_train.export.stage import import_head, layout_in
 from mtp_train.train.loop import CURVES
 
 
@@ -30,7 +30,8 @@ def run(arguments: list[str]) -> None:
             "mtp-train import FOLDER target.path=TARGET run=RUN",
         )
     folder = Path(folders[0])
-    job = Job([item for item in arguments if "=" in item])
+    family = layout_in(folder).family
+    job = Job([f"head={family}", *(item for item in arguments if "=" in item)])
     run_stage(
         job.folder,
         "train",

@@ -83,6 +83,11 @@ class RunFolder:
             f"delete it and run `mtp-train {stage}` again",
         )
 
+    def outputs(self, stage: str) -> str:
+        """Digest of a stage's outputs; empty where it was not done here, as before an imported head."""
+        path = self.stage(stage) / STAMP
+        return str(read_json(path)["outputs"]) if path.is_file() else ""
+
     def seconds(self, before: str) -> dict[str, float]:
         """Wall seconds of the stages before `before`, as measured when they ran."""
         names = STAGES[: STAGES.index(before)]

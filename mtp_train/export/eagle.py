@@ -54,7 +54,7 @@ class Eagle(Layout):
         return cast({theirs: ours[mine] for theirs, mine in NAMES.items()}, dtype)
 
     def config(self, head: DraftHead, target: Target) -> dict[str, Any]:
-        return llama.dimensions(target) | {
+        return llama.dimensions(target, head.config.layer) | {
             "architectures": [self.architecture],
             "model_type": "llama",
             "num_hidden_layers": 1,
@@ -69,8 +69,7 @@ class Eagle(Layout):
     def read(
         self, tensors: dict[str, Tensor], config: Mapping[str, Any], target: Target
     ) -> EagleHead:
-        llama.require_sizes(config, target)
-        head = EagleHead(target, EagleConfig(block=llama.block_kind(target)))
+        head = EagleHead(target, EagleConfig(**llama.settings(config, target)))
         ours = head.state_dict()
         wanted = {theirs: ours[mine] for theirs, mine in NAMES.items()}
         require_tensors(tensors, wanted, {BIAS})

@@ -60,7 +60,7 @@ class Eagle3(Layout):
     def config(self, head: DraftHead, target: Target) -> dict[str, Any]:
         ids = [layer_of(name, target.layers) for name in head.states]
         return (
-            llama.dimensions(target)
+            llama.dimensions(target, head.config.layer)
             | {flag: getattr(head.config, flag) for flag in FLAGS}
             | {
                 "architectures": [ARCHITECTURE],
@@ -86,12 +86,12 @@ class Eagle3(Layout):
     def read(
         self, tensors: dict[str, Tensor], config: Mapping[str, Any], target: Target
     ) -> Eagle3Head:
-        llama.require_sizes(config, target)
+        block = llama.settings(config, target)
         _require_known(config)
         vocabulary_U = read_vocabulary(tensors, target.vocab_size)
         norm_before_residual, fc_norm, norm_output = (bool(config.get(name)) for name in FLAGS)
         settings = Eagle3Config(
-            block=llama.block_kind(target),
+            **block,
             states=[f"layer_{number}" for number in layer_ids(config, target.layers)],
             draft_vocabulary=0 if vocabulary_U is None else len(vocabulary_U),
             norm_before_residual=norm_before_residual,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mtp_train.core.errors import UserError
-from mtp_train.heads.block import unlike_llama
+from mtp_train.heads.block import OWN, unlike_llama
 from mtp_train.models.plain import plain_config, read_config
 from mtp_train.models.target import Target
 
@@ -43,12 +43,12 @@ SIZES = (
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def dimensions(target: Target) -> dict[str, Any]:
-    """config.json's keys of a Llama layer of the target's sizes.
+def dimensions(target: Target, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """config.json's keys of a Llama layer of the target's sizes, but for those of its own.
 
     `rope_theta` and `rope_scaling` say what `rope_parameters` does, for engines that know only them.
     """
-    layer, theirs = plain_config(target).to_dict(), target.config.to_dict()
+    layer, theirs = plain_config(target, own).to_dict(), target.config.to_dict()
     rope = layer["rope_parameters"]
     return (
         {key: layer[key] for key in SIZES}
@@ -96,10 +96,10 @@ def block_kind(target: Target) -> str:
     return "target" if own == {*MATRICES, *NORMS} and not unlike_llama(target) else "llama"
 
 
-def require_sizes(config: Mapping[str, Any], target: Target) -> None:
-    """Raise unless a Llama-type draft's config.json says the target's sizes, RoPE and norm epsilon.
+def read_layer(config: Mapping[str, Any], target: Target) -> dict[str, Any]:
+    """`head.layer` of a Llama-type draft: what its config.json says other than the target, of what a head may.
 
-    Tensors of the same shapes can be cut into other heads, and turn by another RoPE.
+    Tensors of the same shapes can be cut into other heads, and turn by another RoPE: other sizes are an error.
     """
     theirs, ours = read_config(config).to_dict(), plain_config(target).to_dict()
     for name in ("hidden_size", "vocab_size"):
@@ -109,7 +109,7 @@ def require_sizes(config: Mapping[str, Any], target: Target) -> None:
                 f"{name} {theirs[name]}",
                 "name the target that it was trained for",
             )
-    others = [key for key in SIZES if key != "max_position_embeddings"]
+    others = [key for key in SIZES if key not in ("max_position_embeddings", *OWN)]
     odd = [f"{key} {theirs[key]} for {ours[key]}" for key in others if theirs[key] != ours[key]]
     if odd:
         raise UserError(
@@ -117,6 +117,17 @@ def require_sizes(config: Mapping[str, Any], target: Target) -> None:
             ", ".join(odd),
             "check its config.json against the target's",
         )
+    return {key: theirs[key] for key in OWN if theirs[key] != ours[key]}
+
+
+def settings(config: Mapping[str, Any], target: Target) -> dict[str, Any]:
+    """`head.block`, `layer` and `init` of a draft that is read."""
+    layer = read_layer(config, target)
+    return {
+        "block": "llama" if layer else block_kind(target),
+        "layer": layer,
+        "init": "random" if layer else "last_layer",
+    }
 
 
 def tidied(

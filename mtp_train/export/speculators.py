@@ -37,7 +37,11 @@ class Speculators(Eagle3):
 
     def config(self, head: DraftHead, target: Target) -> dict[str, Any]:
         inner = super().config(head, target)
-        layer = {**llama.dimensions(target), "model_type": "llama", "num_hidden_layers": 1}
+        layer = {
+            **llama.dimensions(target, head.config.layer),
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+        }
         return {
             "architectures": ["Eagle3Speculator"],
             KIND: "eagle3",

@@ -66,11 +66,18 @@ def layout_of(config: ExportConfig, family: str) -> Layout:
 
 
 def export_head(
-    head: DraftHead, target: Target, config: ExportConfig, out: Path, figures: dict[str, Any]
+    head: DraftHead,
+    target: Target,
+    config: ExportConfig,
+    out: Path,
+    figures: dict[str, Any],
+    source: str = "",
 ) -> dict[str, float]:
     """Write `head` for serving to folder `out`; returns the check's largest differences.
 
-    figures: what the model card shows of the evaluation.
+    Args:
+        figures: what the model card shows of the evaluation.
+        source: digest of the checkpoint's tensors, for the record.
     """
     layout = layout_of(config, head.config.family)
     require_servable(out, layout)
@@ -80,7 +87,7 @@ def export_head(
     require_writable(temporary)
     try:
         layout.write(temporary, head, target)
-        write_record(temporary, head, target, layout)
+        write_record(temporary, head, target, layout, source)
         write_text(temporary / "README.md", model_card(head.config, target, layout, figures, out))
         check = check_export(head, target, layout, temporary)
     except UserError:
@@ -98,17 +105,27 @@ def import_head(folder: Path, target: Target) -> tuple[Layout, DraftHead]:
         UserError: an unknown layout, other tensors than the layout's, another target's sizes, or changed files.
     """
     require_record(folder, target)
-    layout = recognised(read_json(folder / CONFIG), folder)
+    layout = layout_in(folder)
     tensors, config = layout.load(folder)
     head = layout.read(layout.tidied(tensors, target), config, target)
     return layout, head.to(target.device)
 
 
-def write_record(folder: Path, head: DraftHead, target: Target, layout: Layout) -> None:
+def layout_in(folder: Path) -> Layout:
+    """The layout that a folder is in."""
+    if not (folder / CONFIG).is_file():
+        raise UserError(f"a head folder must hold {CONFIG}", folder, "name another folder")
+    return recognised(read_json(folder / CONFIG), folder)
+
+
+def write_record(
+    folder: Path, head: DraftHead, target: Target, layout: Layout, source: str
+) -> None:
     """Say beside the files that engines read what they are: no engine reads it, `import_head` does."""
     record = {
         "layout": layout.name,
         "target_hash": target.hash,
+        "source": source,
         "head": asdict(head.config),
         "files": file_digests(folder),
         "versions": versions(),
@@ -135,6 +152,16 @@ def require_record(folder: Path, target: Target) -> None:
             record["target_hash"],
             "name the target it was trained for, and warm start from it for another",
         )
+
+
+def remove_earlier(folder: Path, source: str) -> list[str]:
+    """Remove exports below `folder` of another checkpoint than this one: served by mistake, they draft worse."""
+    removed = []
+    for record in sorted(folder.glob(f"*/{RECORD}")):
+        if read_json(record)["source"] != source:
+            shutil.rmtree(record.parent)
+            removed.append(record.parent.name)
+    return removed
 
 
 def require_held(head: DraftHead, target: Target, layout: Layout) -> None:

@@ -22,10 +22,13 @@ from mtp_train.models.target import ROPE_TYPES, Target
 Layer, Norm, Rotary = LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 
-def plain_config(target: Target) -> LlamaConfig:
-    """A Llama with the target's widths, heads, positions, RoPE and norm epsilon."""
+def plain_config(target: Target, other: Mapping[str, Any] | None = None) -> LlamaConfig:
+    """A Llama with the target's widths, heads, positions, RoPE and norm epsilon.
+
+    other: keys that are not the target's.
+    """
     theirs: Any = target.config
-    config = LlamaConfig(
+    values = dict(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
         intermediate_size=theirs.intermediate_size,
@@ -40,6 +43,7 @@ def plain_config(target: Target) -> LlamaConfig:
         attention_bias=False,
         mlp_bias=False,
     )
+    config = LlamaConfig(**(values | dict(other or {})))
     config._attn_implementation = theirs._attn_implementation
     return config
 
