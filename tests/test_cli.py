@@ -24,6 +24,7 @@ from mtp_train.core.errors import UserError
 from mtp_train.dialogue.journal import Journal
 from mtp_train.engine.engine import EngineConfig
 from mtp_train.evaluate.stage import EvaluateConfig
+from mtp_train.export.formats import LAYOUTS
 from mtp_train.heads.families import FAMILIES
 from mtp_train.models.target import Target
 from mtp_train.precompute import estimate
@@ -210,7 +211,7 @@ def stamp(run: Path, stage: str) -> None:
         ("train", "target.dtype=int8", ["dtype must be one of", "int8"]),
         ("train", "target.device=abacus", ["target.device", "abacus"]),
         ("train", "target.trust_remote_code=no", ["trust_remote_code must be of type bool", "no"]),
-        ("export", "export.format=gguf", ["export.format must be one of mimo_mtp", "gguf"]),
+        ("export", "export.format=gguf", ["export.format must be one of auto, mimo_mtp", "gguf"]),
     ],
 )
 def test_a_value_out_of_range(
@@ -742,6 +743,7 @@ def test_the_pipeline_leaves_every_output(pipeline: Path) -> None:
     assert sorted(path.name for path in (run / "export" / "mimo_mtp").iterdir()) == [
         "README.md",
         "config.json",
+        "export.json",
         "model.safetensors",
     ]
     assert not [path for path in run.rglob("*") if path.name.endswith((".part", ".journal"))], (
@@ -974,15 +976,16 @@ def test_a_thread_count_is_obeyed(capsys: pytest.CaptureFixture[str], pipeline: 
 def test_an_eagle3_run_and_another_one_that_begins_from_its_head(
     capsys: pytest.CaptureFixture[str], pipeline: Path, tmp_path: Path
 ) -> None:
-    """Its states are captured, its vocabulary is chosen and kept, and what can't be exported is said first."""
+    """Its states are captured, its vocabulary is chosen and kept, and it is exported in its own layout."""
     folder = copied(pipeline, tmp_path)
-    shutil.rmtree(folder / "run" / "export")
     options = ("head=eagle3", "head.draft_vocabulary=20")
     assert guarded(lambda: dispatch("run", overrides(folder, *options))) == 0
     said = capsys.readouterr().err
-    assert "no export, its layout can't hold head.family=eagle3" in said
+    assert "export: mimo_mtp was of an earlier head and is removed" in said
     assert re.search(r"\d+ draft tokens.* cover [\d.]+% of the trained text", said)
-    assert not (folder / "run" / "export").exists()
+    assert [path.name for path in (folder / "run" / "export").iterdir() if path.is_dir()] == [
+        "eagle3"
+    ]
     first, _ = load_head(
         folder / "run" / "train" / "head", Target.load(folder / "target", "float32")
     )
@@ -1010,6 +1013,93 @@ def test_an_eagle3_run_and_another_one_that_begins_from_its_head(
         for name, value in again.state_dict().items()
     )
     assert 0 < moved < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "formats"),
+    [
+        (("head=mtp", "head.block=llama"), ("mimo_mtp",)),
+        (("head=eagle",), ("eagle", "eagle_sglang")),
+        (
+            ("head=eagle3", "head.draft_vocabulary=20", "head.fc_norm=true"),
+            ("eagle3", "speculators"),
+        ),
+    ],
+    ids=["mtp", "eagle", "eagle3"],
+)
+def test_a_head_is_exported_imported_measured_and_trained_further(
+    capsys: pytest.CaptureFixture[str],
+    pipeline: Path,
+    tmp_path: Path,
+    options: tuple[str, ...],
+    formats: tuple[str, ...],
+) -> None:
+    folder = copied(pipeline, tmp_path)
+    for stage in ("precompute", "train"):
+        assert guarded(lambda stage=stage: dispatch(stage, overrides(folder, *options))) == 0
+    for name in formats:
+        again(capsys, folder, *options, f"export.format={name}", stage="export")
+    exports = folder / "run" / "export"
+    assert {path.name for path in exports.iterdir() if path.is_dir()} == {*formats}, (
+        "one layout leaves the others"
+    )
+    target = Target.load(folder / "target", "float32")
+    trained, _ = load_head(folder / "run" / "train" / "head", target)
+    for name in formats:
+        run = tmp_path / name
+        theirs = [f"target.path={folder / 'target'}", "target.dtype=float32", f"run={run}"]
+        assert guarded(lambda: dispatch("import", [str(exports / name), *theirs])) == 0  # noqa: B023
+        head, card = load_head(run / "train" / "head", target)
+        assert card.config["layout"] == name
+        assert all(
+            torch.equal(value, head.state_dict()[key])
+            for key, value in trained.state_dict().items()
+        )
+    shutil.copytree(folder / "run" / "regenerate", run / "regenerate")
+    more = [*overrides(folder, *options), f"run={run}", "evaluate.lossless_prompts=0"]
+    for stage in ("evaluate", "report"):
+        assert guarded(lambda stage=stage: dispatch(stage, more)) == 0, capsys.readouterr().err
+    evaluation = json.loads((run / "evaluate" / "evaluation.json").read_text())
+    assert evaluation["head"]["family"] == trained.family
+    warm = [f"train.warm_start={run / 'train' / 'head'}", "head.block=target"]
+    assert guarded(lambda: dispatch("train", overrides(folder, *options, *warm))) == 0
+    assert f"begins as {run / 'train' / 'head'}" in capsys.readouterr().err
+
+
+def test_what_import_refuses(
+    capsys: pytest.CaptureFixture[str], pipeline: Path, tmp_path: Path
+) -> None:
+    target = f"target.path={pipeline / 'target'}"
+    export = pipeline / "run" / "export" / "mimo_mtp"
+    run = f"run={tmp_path / 'run'}"
+    assert "one head folder" in mistake(capsys, "import", target, run)
+    assert "nowhere" in mistake(capsys, "import", str(tmp_path / "nowhere"), target, run)
+    save_target(tmp_path / "other", seed=9)
+    other = f"target.path={tmp_path / 'other'}"
+    assert "target_hash" in mistake(capsys, "import", str(export), other, run)
+    broken = Path(shutil.copytree(export, tmp_path / "broken"))
+    (broken / "export.json").unlink()
+    tensors = broken / "model.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-9])
+    assert "whole safetensors" in mistake(capsys, "import", str(broken), target, run)
+    assert not (tmp_path / "run" / "train" / "head").exists()
+
+
+def test_the_list_says_where_a_head_goes_and_why_not(
+    capsys: pytest.CaptureFixture[str], pipeline: Path, tmp_path: Path
+) -> None:
+    assert guarded(lambda: dispatch("export", ["--list"])) == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in LAYOUTS)
+    assert guarded(lambda: dispatch("export", ["--list", *overrides(pipeline, "head=eagle")])) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"head of family mtp \(.*train/head\)", said), "the trained one"
+    assert re.search(r"mimo_mtp +yes \(the usual one\)", said)
+    assert re.search(r"eagle3 +no: head\.family=mtp", said)
+    fresh = [*overrides(pipeline, "head=mtp", "head.enorm=false"), f"run={tmp_path / 'fresh'}"]
+    assert guarded(lambda: dispatch("export", ["--list", *fresh])) == 0
+    said = capsys.readouterr().out
+    assert "not trained yet" in said and re.search(r"mimo_mtp +no: head\.enorm=false", said)
 
 
 def test_a_draft_models_run(

@@ -30,6 +30,7 @@ FREE = (
     "evaluate.sets",
     "precompute.vllm.engine",
     "target.chat_template_kwargs",
+    "head.layer",
 )
 PACKAGE = Path(__file__).resolve().parents[1]
 

@@ -40,7 +40,7 @@ def stage(job: Job) -> None:
         inputs,
         lambda: _work(job, config),
         job.process.ranks,
-        whole=job.folder.evaluation.is_file,
+        files=[job.folder.evaluation],
     )
 
 
@@ -143,6 +143,7 @@ def _provenance(
 def _sets(job: Job, config: EvaluateConfig) -> list[PromptSet]:
     """The held-out prompts first, then those out of domain where the run has any, then the configured ones."""
     stop, longest = job.stop, config.max_new_tokens
+    job.folder.require_same("regenerate", *(job.folder.answers(name) for name in set_names(job)))
     answered = [
         answered_set(name, job.folder.answers(name), stop, longest) for name in set_names(job)
     ]
@@ -168,6 +169,7 @@ def curves(job: Job) -> list[dict[str, Any]]:
     path = job.folder.stage("train") / CURVES
     if not path.is_file():
         return []
+    job.folder.require_same("train", path)
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 

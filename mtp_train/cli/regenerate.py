@@ -40,7 +40,7 @@ def stage(job: Job) -> None:
         "regenerate",
         [values, prompts, job.target_inputs],
         lambda: _work(job, config),
-        whole=lambda: all(job.folder.answers(name).is_file() for name in config.prompts),
+        files=[job.folder.answers(name) for name in config.prompts],
     )
 
 

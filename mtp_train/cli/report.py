@@ -53,10 +53,10 @@ def stage(job: Job) -> None:
 
 
 def _work(job: Job) -> Any:
-    curves = [
-        json.loads(line)
-        for line in (job.folder.stage("train") / CURVES).read_text(encoding="utf-8").splitlines()
-    ]
+    path = job.folder.stage("train") / CURVES
+    job.folder.require_same("train", path)
+    job.folder.require_same("evaluate", job.folder.evaluation)
+    curves = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     evaluation, card = read_json(job.folder.evaluation), read_card(job.folder.head)
     if evaluation["head"]["sha256"] != card.sha256:
         raise UserError(
