@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.engine import Engine, EngineConfig
-from mtp_train.engine.propose import ChainProposer
 from mtp_train.evaluate.acceptance import acceptance
 from mtp_train.evaluate.runs import Bench, Run, account
 from mtp_train.evaluate.sets import PromptSet
@@ -103,7 +103,7 @@ def _runs(
         if k not in engines:
             engines.clear()  # a cache of keys and values is large
             proposer = ChainProposer(target, copy.deepcopy(head), k)
-            engines[k] = Engine(target, proposer, engine_config)
+            engines[k] = Engine(target, proposer, replace(engine_config, alphas=True))
         return engines[k]
 
     for cell, count in grid.counts.items():
