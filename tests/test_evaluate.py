@@ -238,6 +238,10 @@ def test_every_pair_of_temperature_and_drafts_is_measured_on_the_same_prompts(
     assert found["sets"]["talks"]["greedy"]["prompts"] == 9
     assert found["sets"]["talks"]["greedy"]["conversations"] == 6
     assert 1 < found["sets"]["talks"]["greedy"]["tau"] < 3
+    for mode in ("greedy", "sampled"):
+        expected = found["sets"]["talks"][mode]["alpha_expected"]
+        assert all(0 < value < 1 for value in expected["per_position"])
+        assert expected["steps"][0] == found["sets"]["talks"][mode]["drafts"]
 
 
 def test_the_grids_figures_are_those_of_a_run_of_that_cell_alone(
