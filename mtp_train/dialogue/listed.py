@@ -12,12 +12,12 @@ from typing import Any
 from tqdm import tqdm
 
 from mtp_train.dialogue.rows import completion_row
-from mtp_train.dialogue.talks import Answers, request_seed
+from mtp_train.dialogue.talks import UNANSWERED, Answers, request_seed
 from mtp_train.engine.sequences import Completion, Request
 
 
 class Listed:
-    """The requests that the journal lacks; each completion becomes a row, a refused one without an output.
+    """The requests that the journal lacks; each completion becomes a row, one that was refused or failed has no output.
 
     Args:
         said: key -> what the row holds beside the completion.
@@ -44,7 +44,7 @@ class Listed:
 
     def finish(self, completion: Completion) -> None:
         row: dict[str, Any] = {"id": completion.key, "finish": completion.finish}
-        if not completion.finish.startswith("refused"):
+        if not completion.finish.startswith(UNANSWERED):
             row = {"id": completion.key, **self.said[completion.key], **completion_row(completion)}
         self.journal.append(row)
         self.bar.update()

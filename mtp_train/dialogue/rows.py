@@ -22,7 +22,7 @@ def completion_row(completion: Completion) -> dict[str, Any]:
         "finish": completion.finish,
     }
     if completion.steps:
-        row["steps"] = [[getattr(step, name) for name in STEP] for step in completion.steps]
+        row["steps"] = [[_short(getattr(step, name)) for name in STEP] for step in completion.steps]
     return row
 
 
@@ -35,6 +35,13 @@ def row_completion(row: Mapping[str, Any]) -> Completion:
         row["finish"],
         tuple(DraftStep(*map(_frozen, step)) for step in row.get("steps", ())),
     )
+
+
+def _short(value: Any) -> Any:
+    """Five places of a measured number are more than it is worth, and files are a third of the size."""
+    if isinstance(value, tuple):
+        return [round(item, 5) if isinstance(item, float) else item for item in value]
+    return value
 
 
 def _frozen(value: Any) -> Any:

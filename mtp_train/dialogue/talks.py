@@ -22,6 +22,8 @@ from mtp_train.dialogue.rows import completion_row
 from mtp_train.engine.sequences import Completion, Request
 from mtp_train.text.template import ChatTemplate
 
+UNANSWERED = ("refused", "failed", "error")  # how completions begin to say why there is no answer
+
 
 class Answers(Protocol):
     """Where answers are kept, by key: a journal, or one that ranks share."""
@@ -91,7 +93,7 @@ class Dialogue:
     def finish(self, completion: Completion) -> None:
         """Keep an answer, and ask the conversation's next question."""
         talk = self._open.pop(completion.key)
-        if completion.finish.startswith(("refused", "error")):
+        if completion.finish.startswith(UNANSWERED):
             self._end(talk, completion.finish)
             return
         self.journal.append(self._row(talk, completion))

@@ -123,9 +123,8 @@ def _expected(
     total = np.zeros_like(count)
     for row, completion in enumerate(completions):
         for step in completion.steps:
-            alphas = getattr(step, "alphas", ())
-            count[row, : len(alphas)] += 1
-            total[row, : len(alphas)] += alphas
+            count[row, : len(step.alphas)] += 1
+            total[row, : len(step.alphas)] += step.alphas
     if not count.any():
         return {}
 
@@ -225,7 +224,7 @@ def _steps(
     The output's first token is the prefill's; each step adds the accepted drafts and one more.
     """
     accepted = np.array([step.accepted for step in completion.steps], dtype=np.int64)
-    nodes = np.array([getattr(s, "nodes", len(s.drafted)) for s in completion.steps], dtype=float)
+    nodes = np.array([s.nodes or len(s.drafted) for s in completion.steps], dtype=float)
     start = 1 + np.concatenate([[0], np.cumsum(accepted + 1)])[:-1]
     here = (start >= low) & (start < (np.inf if high is None else high))
     deep = [(accepted[here] > position).sum() for position in range(drafts)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -103,7 +103,7 @@ def _runs(
         if k not in engines:
             engines.clear()  # a cache of keys and values is large
             proposer = ChainProposer(target, copy.deepcopy(head), k)
-            engines[k] = Engine(target, proposer, engine_config)
+            engines[k] = Engine(target, proposer, replace(engine_config, alphas=True))
         return engines[k]
 
     for cell, count in grid.counts.items():

@@ -49,18 +49,25 @@ def answer_sums(target: Target, head: DraftHead, answer: Answer, depths: int) ->
     whole chains [5 * depths + 1].
     """
     token_L = torch.tensor(answer.prompt_ids + answer.output_ids, device=target.device)
-    chains = _Chains(target, head, token_L, len(answer.prompt_ids), depths)
-    found: list[float] = []
-    agree_SL = torch.zeros(depths, len(token_L), dtype=torch.bool, device=target.device)
-    whole_SL = torch.zeros_like(agree_SL)
-    for step, out_LD in enumerate(chains.outputs()):
-        goals, sources = answer_rows(len(answer.prompt_ids), len(token_L), head.ahead + step)
-        values = _values(target, head, chains.state_LD[goals], out_LD[sources], step)
-        found += [*values.double().sum(1).tolist(), float(values.shape[1])]
-        agree_SL[step, sources], whole_SL[step, sources] = values[2].bool(), True
-    whole_L = whole_SL.all(0)
-    prefix = (agree_SL.long().cumprod(0).bool() & whole_L).sum(1).tolist()
-    return [*found, *map(float, prefix), float(whole_L.sum())]
+    prompt, rows = len(answer.prompt_ids), len(token_L)
+    chains = _Chains(target, head, token_L, prompt, depths)
+    outs = list(chains.outputs())
+    sums = torch.zeros(depths, 4, dtype=torch.float64, device=target.device)
+    agree_SL = torch.zeros(depths, rows, dtype=torch.bool, device=target.device)
+    valid_SL = torch.zeros_like(agree_SL)
+    goals, _ = answer_rows(prompt, rows, head.ahead)
+    for begin in range(goals.start, goals.stop, ROWS):
+        part = slice(begin, min(begin + ROWS, goals.stop))
+        p_NV = torch.softmax(target.logits(chains.state_LD[part]).float(), dim=-1)
+        for step, out_LD in enumerate(outs):
+            first, source = _sources(prompt, rows, head.ahead + step, part)
+            log_q = torch.log_softmax(head.logits(target, out_LD[source], step).float(), dim=-1)
+            values = _compare(p_NV[first:], log_q, head.vocabulary)
+            sums[step] += torch.cat([values, torch.ones_like(values[:1])]).double().sum(1)
+            agree_SL[step, source], valid_SL[step, source] = values[2].bool(), True
+    whole_L = valid_SL.all(0)
+    prefix_S = (agree_SL.long().cumprod(0).bool() & whole_L).sum(1)
+    return [*sums.flatten().tolist(), *map(float, prefix_S.tolist()), float(whole_L.sum())]
 
 
 def summary(sums: Sequence[Sequence[float]], depths: int) -> dict[str, float]:
@@ -149,14 +156,12 @@ class _Chains:
         return token_L
 
 
-def _values(target: Target, head: DraftHead, state_ND: Tensor, out_ND: Tensor, step: int) -> Tensor:
-    """KL, alpha and agreement of goals' states and the outputs that predict them [3, N]."""
-    found = [torch.empty(3, 0, device=state_ND.device)]
-    for state, out in zip(state_ND.split(ROWS), out_ND.split(ROWS), strict=True):
-        p = torch.softmax(target.logits(state).float(), dim=-1)
-        log_q = torch.log_softmax(head.logits(target, out, step).float(), dim=-1)
-        found.append(_compare(p, log_q, head.vocabulary))
-    return torch.cat(found, dim=1)
+def _sources(prompt: int, rows: int, ahead: int, part: slice) -> tuple[int, slice]:
+    """How many of the goals `part` have no row that predicts them from `ahead` before, and the others' rows."""
+    goals, sources = answer_rows(prompt, rows, ahead)
+    begin = min(max(part.start, goals.start), part.stop)
+    shift = sources.start - goals.start
+    return begin - part.start, slice(begin + shift, part.stop + shift)
 
 
 def _compare(p_NV: Tensor, log_q_NU: Tensor, vocabulary_U: Tensor | None) -> Tensor:
