@@ -75,6 +75,9 @@ def overrides(folder: Path, *more: str) -> list[str]:
         "evaluate.drafts=2",
         "evaluate.max_new_tokens=8",
         "evaluate.speed_prompts=1",
+        "evaluate.speed_batches=[1]",
+        "evaluate.cost_batches=[1,2]",
+        "evaluate.cost_repeats=1",
         "evaluate.lossless_prompts=2",
         "evaluate.reference_prompts=1",
         "evaluate.examples=2",
@@ -723,6 +726,7 @@ def test_the_pipeline_leaves_every_output(pipeline: Path) -> None:
     assert evaluation["lossless"]["different"] == []
     assert evaluation["lossless"]["transformers"]["different"] == []
     assert evaluation["speed"]["plain"]["tokens_per_s"] > 0
+    assert len(evaluation["speed_model"]["measured"]) == evaluation["k"]
     assert len(evaluation["examples"]) == 2
     assert evaluation["validation"]["engine"] == pytest.approx(
         evaluation["validation"]["training"], rel=1e-3, abs=1e-4
@@ -1040,5 +1044,5 @@ def test_a_report_without_speed_and_losslessness(pipeline: Path, tmp_path: Path)
     for name in ("evaluate", "report"):
         assert guarded(lambda name=name: dispatch(name, less)) == 0
     found = json.loads((folder / "run" / "evaluate" / "evaluation.json").read_text())
-    assert not {"speed", "lossless"} & set(found) and "sets" in found
+    assert not {"speed", "speed_model", "lossless"} & set(found) and "sets" in found
     assert (folder / "run" / "report" / "index.html").stat().st_size

@@ -15,6 +15,7 @@ from mtp_train.cli.run_folder import run_stage
 from mtp_train.core.provenance import file_digest, versions, write_json
 from mtp_train.core.records import Accounting
 from mtp_train.evaluate import stage as measure
+from mtp_train.evaluate.speed import measure_speeds
 from mtp_train.evaluate.stage import EvaluateConfig, PromptSet, prompt_set
 from mtp_train.text.sources import read_answers
 from mtp_train.train.loop import CURVES
@@ -40,8 +41,8 @@ def _work(job: Job, config: EvaluateConfig) -> Any:
     head, card = load_head(job.folder.head, target)
     sets = _sets(job, config)
     figures, completions = measure.measure_acceptance(target, head, sets, config, job.engine_config)
-    requests = measure.spread(sets[0].requests, config.speed_prompts)
-    speed = measure.measure_speed(target, head, requests, config) if requests else {}
+    accepted = figures[sets[0].name]["greedy"]["per_position"]
+    speed, speed_model = measure_speeds(target, head, sets[0], accepted, config)
     lossless = (
         measure.measure_lossless(job.target("float32"), head, sets, config, job.engine_config)
         if config.lossless_prompts
@@ -77,11 +78,13 @@ def _work(job: Job, config: EvaluateConfig) -> Any:
         "validation": measure.validation_figures(target, head, sets[0], last_validation(job)),
         "lossless": lossless,
         "speed": speed,
+        "speed_model": speed_model,
         "examples": measure.make_examples(job.tokenizer, sets[0], completions, config.examples),
     }
     left_out = {
         "lossless": lossless,
         "speed": speed,
+        "speed_model": speed_model,
     }  # by evaluate.lossless_prompts=0, speed_prompts=0
     for name in [name for name, figures in left_out.items() if not figures]:
         del evaluation[name]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from mtp_train.core.errors import UserError
 from mtp_train.core.progress import progress
-from mtp_train.engine.engine import Engine, EngineConfig, RunStats
+from mtp_train.engine.engine import Engine, EngineConfig
 from mtp_train.engine.propose import ChainProposer
 from mtp_train.engine.sampling import Sampling
 from mtp_train.engine.sequences import Completion, Request
@@ -41,7 +41,10 @@ class EvaluateConfig:
         max_new_tokens: longest output.
         temperature: of the sampled run beside the greedy one.
         sampled_prompts: prompts per set of the sampled run, a fixed draw from the set.
-        speed_prompts: prompts of the speed run at batch 1 (a fixed draw from the first set; 0 leaves it out).
+        speed_prompts: prompts of the speed run (a fixed draw from the first set, one batch at least; 0 leaves it out).
+        speed_batches: sequences at once in the speed run, 1 first.
+        cost_batches: batch sizes whose costs are measured, for the model of speed.
+        cost_repeats: rounds of the costs.
         lossless_prompts: prompts per set compared in float32 (0 leaves it out).
         lossless_tokens: longest output compared.
         reference_prompts: of these, compared with transformers' generate too.
@@ -53,6 +56,9 @@ class EvaluateConfig:
     temperature: float = 1.0
     sampled_prompts: int = 1000
     speed_prompts: int = 6
+    speed_batches: list[int] = field(default_factory=lambda: [1, 4, 16])
+    cost_batches: list[int] = field(default_factory=lambda: [1, 4, 16, 64])
+    cost_repeats: int = 5
     lossless_prompts: int = 1000
     lossless_tokens: int = 128
     reference_prompts: int = 4
@@ -158,35 +164,6 @@ def measure_lossless(
     return result
 
 
-def measure_speed(
-    target: Target, head: DraftHead, requests: Sequence[Request], config: EvaluateConfig
-) -> dict[str, Any]:
-    """Plain and speculative decoding of the same prompts, one at a time, in turn; k = 1 .. drafts."""
-    small = EngineConfig(max_batch=1, cache_rows=8192)
-    engines = {0: Engine(target, None, small)}
-    for drafts in range(1, config.drafts + 1):
-        engines[drafts] = Engine(target, ChainProposer(target, copy.deepcopy(head), drafts), small)
-    stats: dict[int, list[RunStats]] = {drafts: [] for drafts in engines}
-    done: dict[int, list[Completion]] = {drafts: [] for drafts in engines}
-    for engine in engines.values():  # first calls pay for allocations
-        engine.generate([replace(requests[0], max_new_tokens=8)])
-    with progress(len(requests) * len(engines), "speed, batch 1", "run") as bar:
-        for request in requests:
-            for drafts, engine in engines.items():
-                done[drafts] += engine.generate([request])
-                stats[drafts].append(engine.stats)
-                bar.update()
-    plain = _speed(stats[0])
-    speculative = {
-        str(drafts): _speed(stats[drafts]) | {"tau": _tau(done[drafts])}
-        for drafts in engines
-        if drafts
-    }
-    for row in speculative.values():
-        row["ratio"] = row["tokens_per_s"] / plain["tokens_per_s"]
-    return {"batch": 1, "prompts": len(requests), "plain": plain, "speculative": speculative}
-
-
 def make_examples(
     tokenizer: PreTrainedTokenizerBase,
     prompts: PromptSet,
@@ -223,21 +200,3 @@ def _run(
 ) -> list[Completion]:
     with progress(len(requests), what, "prompt") as bar:
         return engine.generate(requests, sampling, on_finish=lambda _: bar.update())
-
-
-def _speed(stats: Sequence[RunStats]) -> dict[str, Any]:
-    wall, tokens = sum(item.wall for item in stats), sum(item.tokens for item in stats)
-    parts = sorted({part for item in stats for part in item.seconds})
-    seconds = {part: sum(item.seconds.get(part, 0.0) for item in stats) for part in parts}
-    return {
-        "tokens_per_s": tokens / wall,
-        "wall": wall,
-        "tokens": tokens,
-        "steps": sum(item.steps for item in stats),
-        "seconds": seconds,
-    }
-
-
-def _tau(completions: Sequence[Completion]) -> float:
-    steps = [step.accepted for completion in completions for step in completion.steps]
-    return 1 + sum(steps) / max(len(steps), 1)
