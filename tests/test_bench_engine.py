@@ -27,7 +27,7 @@ for line in sys.stdin:
     scheme, batch, number = line.split()
     assert scheme == "plain"
     outputs = [[0] * spec["max_new_tokens"]] * int(batch)
-    print(json.dumps({"seconds": 50.0, "tokens": 500, "outputs": outputs}), flush=True)
+    print(json.dumps({"seconds": 50.0, "cpu_seconds": 25.0, "tokens": 500, "outputs": outputs}), flush=True)
 print(json.dumps({"peak_mb": 1e5, "held_mb": 4e4, "vllm": "0"}), flush=True)
 """
 
@@ -81,6 +81,7 @@ def test_engines_take_turns_and_schemes_are_compared_with_plain(
     for row in (one, three):
         assert len(row["ratios"]) == 2, "the first round is not counted"
         assert row["ratio"] == pytest.approx(row["tokens_per_s"]["ours"] / 10, rel=1e-2)
+        assert row["cpu_ratio"] > 0
     (part,) = found["speculative"]
     assert set(part["schemes"]) == {"plain", "chain_2"}
     assert part["schemes"]["plain"]["ratios"] == [1.0, 1.0]

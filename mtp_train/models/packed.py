@@ -25,30 +25,37 @@ class PackedLinear(nn.Linear):
     """
 
     _packed: Tensor | None
-    _of: tuple[int, int]  # address and version of the weight that was packed
+    _of: tuple[int, int] | None  # address and version of the weight that was packed
 
     @classmethod
     def like(cls, linear: nn.Linear) -> PackedLinear:
         """A layer of the very same parameters."""
         made = cls(linear.in_features, linear.out_features, bias=False, device="meta")
         made.weight, made.bias = linear.weight, linear.bias
-        made._packed = None
+        made._packed = made._of = None
         return made.train(linear.training)
 
     def forward(self, rows: Tensor) -> Tensor:
-        if torch.is_grad_enabled() or not packable(self):
+        if torch.is_grad_enabled():
             return super().forward(rows)
-        known = (self.weight.data_ptr(), self.weight._version)
-        if self._packed is None or self._of != known:
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, ROWS)
-            self._of = known
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(
+        if self._of != (self.weight.data_ptr(), self.weight._version):
+            self._pack()
+        if self._packed is None:
+            return super().forward(rows)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.default(
             rows, self._packed, self.bias, "none", [], ""
         )
         return out
 
+    def _pack(self) -> None:
+        """Pack the weight as it is now; one that gains nothing (cast to float32) is left as it is."""
+        self._of = (self.weight.data_ptr(), self.weight._version)
+        self._packed = None
+        if packable(self):
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, ROWS)
+
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_packed": None}  # a copy packs its own weight
+        return self.__dict__ | {"_packed": None, "_of": None}  # a copy packs its own weight
 
 
 def pack_linears(module: nn.Module) -> None:

@@ -18,17 +18,19 @@ def serve(step: Callable[[], float], trained: int) -> None:
 
 
 def answer_all(work: Callable[[str], dict[str, Any]], about: dict[str, Any]) -> None:
-    """Answer every line with what `work` says to it and its seconds; at the end with memory in MB and `about`.
+    """Answer every line with what `work` says to it, and its seconds of wall and of CPU time.
 
-    The peak is that of the work: what making the model took before is forgotten.
+    At the end with memory in MB and `about`. The peak is that of the work: what making the model took before is
+    forgotten.
     """
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     held = memory_mb("VmRSS")
     say({"ready": True})
     while (wanted := input_line()) is not None:
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.process_time()
         told = work(wanted)
-        say({"seconds": time.perf_counter() - begin} | told)
+        seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+        say({"seconds": seconds, "cpu_seconds": cpu} | told)
     say({"peak_mb": memory_mb("VmHWM"), "held_mb": held} | about)
 
 
