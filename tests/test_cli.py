@@ -76,6 +76,9 @@ def overrides(folder: Path, *more: str) -> list[str]:
         "evaluate.drafts=2",
         "evaluate.max_new_tokens=8",
         "evaluate.speed_prompts=1",
+        "evaluate.speed_batches=[1]",
+        "evaluate.cost_batches=[1,2]",
+        "evaluate.cost_repeats=1",
         "evaluate.lossless_prompts=2",
         "evaluate.reference_prompts=1",
         "evaluate.examples=2",
@@ -724,6 +727,7 @@ def test_the_pipeline_leaves_every_output(pipeline: Path) -> None:
     assert evaluation["lossless"]["different"] == []
     assert evaluation["lossless"]["transformers"]["different"] == []
     assert evaluation["speed"]["plain"]["tokens_per_s"] > 0
+    assert len(evaluation["speed_model"]["measured"]) == evaluation["k"]
     assert len(evaluation["examples"]) == 2
     validation = evaluation["validation"]
     assert {"kl/1", "kl/2", "kl/3", "agree/3", "tau_teacher_forced"} <= set(validation["engine"])
@@ -1180,5 +1184,5 @@ def test_a_report_without_speed_and_losslessness(pipeline: Path, tmp_path: Path)
     for name in ("evaluate", "report"):
         assert guarded(lambda name=name: dispatch(name, less)) == 0
     found = json.loads((folder / "run" / "evaluate" / "evaluation.json").read_text())
-    assert not {"speed", "lossless"} & set(found) and "sets" in found
+    assert not {"speed", "speed_model", "lossless"} & set(found) and "sets" in found
     assert (folder / "run" / "report" / "index.html").stat().st_size

@@ -19,7 +19,8 @@ from mtp_train.cli.run_folder import run_stage
 from mtp_train.core.provenance import file_digest, versions, write_json
 from mtp_train.evaluate import stage as measure
 from mtp_train.evaluate.runs import Bench
-from mtp_train.evaluate.sets import PromptSet, answered_set, chat_set, spread, tell
+from mtp_train.evaluate.sets import PromptSet, answered_set, chat_set, tell
+from mtp_train.evaluate.speed import measure_speeds
 from mtp_train.evaluate.stage import ANSWERED, EvaluateConfig
 from mtp_train.heads.base import DraftHead
 from mtp_train.models.target import Target
@@ -62,7 +63,8 @@ def _work(job: Job, config: EvaluateConfig) -> Any:
     if ranks.main:
         for prompts in sets:
             tell(prompts)
-    parts = _parts(job, config, target, head, sets, bench)
+    accepted = acceptance.sets[sets[0].name]["greedy"]["per_position"]
+    parts = _parts(job, config, target, head, sets, bench, accepted)
     if ranks.main:
         examples = measure.make_examples(
             job.tokenizer, sets[0], acceptance.greedy[sets[0].name], config.examples
@@ -88,22 +90,25 @@ def _parts(
     head: DraftHead,
     sets: list[PromptSet],
     bench: Bench,
+    accepted: list[float],
 ) -> dict[str, Any]:
     """Everything beside acceptance; what was not asked for, or has nothing to be measured on, is empty."""
     answered = next((prompts for prompts in sets if prompts.answers), None)
-    validation, speed, lossless = {}, {}, {}
+    validation: dict[str, Any] = {}
+    speed: dict[str, Any] = {}
+    model: dict[str, Any] = {}
+    lossless: dict[str, Any] = {}
     if answered:
         validation = measure.validation_figures(
             target, head, answered, last_validation(job), config, bench
         )
-    requests = spread(sets[0].requests, config.speed_prompts)
-    if requests and bench.ranks.main:
-        speed = measure.measure_speed(target, head, requests, config)
+    if bench.ranks.main:
+        speed, model = measure_speeds(target, head, sets[0], accepted, config)
     bench.ranks.wait()  # the others leave the machine to it
     if config.lossless_prompts:
         exact = job.target("float32")
         lossless = measure.measure_lossless(exact, head, sets, config, job.engine_config, bench)
-    return {"validation": validation, "lossless": lossless, "speed": speed}
+    return {"validation": validation, "lossless": lossless, "speed": speed, "speed_model": model}
 
 
 def _provenance(

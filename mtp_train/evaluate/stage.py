@@ -16,10 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from mtp_train.core.errors import UserError
-from mtp_train.core.progress import progress
 from mtp_train.engine.chain import ChainProposer
-from mtp_train.engine.engine import Engine, EngineConfig, RunStats
-from mtp_train.engine.sequences import Completion, Request
+from mtp_train.engine.engine import Engine, EngineConfig
 from mtp_train.evaluate.examples import example
 from mtp_train.evaluate.grid import Acceptance, Cell, Grid, measure_grid
 from mtp_train.evaluate.lossless import compare, transformers_greedy
@@ -45,7 +43,10 @@ class EvaluateConfig:
         sampled_prompts: prompts per set of the sampled run, a fixed draw from the set.
         temperatures, ks: acceptance is measured at every pair of these too, on `grid_prompts` prompts per set, a fixed
             draw. Naming one of them leaves the other at the main runs' own.
-        speed_prompts: prompts of the speed run at batch 1 (a fixed draw from the first set; 0 leaves it out).
+        speed_prompts: prompts of the speed run (a fixed draw from the first set, one batch at least; 0 leaves it out).
+        speed_batches: sequences at once in the speed run, 1 first.
+        cost_batches: batch sizes whose costs are measured, for the model of speed.
+        cost_repeats: rounds of the costs.
         lossless_prompts: prompts per set compared in float32 (0 leaves it out).
         lossless_tokens: longest output compared.
         reference_prompts: of these, compared with transformers' generate too.
@@ -61,6 +62,9 @@ class EvaluateConfig:
     ks: list[int] = field(default_factory=list)
     grid_prompts: int = 32
     speed_prompts: int = 6
+    speed_batches: list[int] = field(default_factory=lambda: [1, 4, 16])
+    cost_batches: list[int] = field(default_factory=lambda: [1, 4, 16, 64])
+    cost_repeats: int = 5
     lossless_prompts: int = 1000
     lossless_tokens: int = 128
     reference_prompts: int = 4
@@ -165,35 +169,6 @@ def _lossless_prompts(sets: Sequence[PromptSet], config: EvaluateConfig) -> Prom
     return PromptSet("lossless", requests, {request.key: "all" for request in requests})
 
 
-def measure_speed(
-    target: Target, head: DraftHead, requests: Sequence[Request], config: EvaluateConfig
-) -> dict[str, Any]:
-    """Plain and speculative decoding of the same prompts, one at a time, in turn; k = 1 .. drafts."""
-    small = EngineConfig(max_batch=1, cache_rows=8192)
-    engines = {0: Engine(target, None, small)}
-    for drafts in range(1, config.drafts + 1):
-        engines[drafts] = Engine(target, ChainProposer(target, copy.deepcopy(head), drafts), small)
-    stats: dict[int, list[RunStats]] = {drafts: [] for drafts in engines}
-    done: dict[int, list[Completion]] = {drafts: [] for drafts in engines}
-    for engine in engines.values():  # first calls pay for allocations
-        engine.generate([replace(requests[0], max_new_tokens=8)])
-    with progress(len(requests) * len(engines), "speed, batch 1", "run") as bar:
-        for request in requests:
-            for drafts, engine in engines.items():
-                done[drafts] += engine.generate([request])
-                stats[drafts].append(engine.stats)
-                bar.update()
-    plain = _speed(stats[0])
-    speculative = {
-        str(drafts): _speed(stats[drafts]) | {"tau": _tau(done[drafts])}
-        for drafts in engines
-        if drafts
-    }
-    for row in speculative.values():
-        row["ratio"] = row["tokens_per_s"] / plain["tokens_per_s"]
-    return {"batch": 1, "prompts": len(requests), "plain": plain, "speculative": speculative}
-
-
 def make_examples(
     tokenizer: PreTrainedTokenizerBase, prompts: PromptSet, run: Run, count: int
 ) -> list[dict[str, Any]]:
@@ -229,21 +204,3 @@ def validation_figures(
         "training": theirs,
         "difference": {name: ours[name] - value for name, value in theirs.items()},
     }
-
-
-def _speed(stats: Sequence[RunStats]) -> dict[str, Any]:
-    wall, tokens = sum(item.wall for item in stats), sum(item.tokens for item in stats)
-    parts = sorted({part for item in stats for part in item.seconds})
-    seconds = {part: sum(item.seconds.get(part, 0.0) for item in stats) for part in parts}
-    return {
-        "tokens_per_s": tokens / wall,
-        "wall": wall,
-        "tokens": tokens,
-        "steps": sum(item.steps for item in stats),
-        "seconds": seconds,
-    }
-
-
-def _tau(completions: Sequence[Completion]) -> float:
-    steps = [step.accepted for completion in completions for step in completion.steps]
-    return 1 + sum(steps) / max(len(steps), 1)

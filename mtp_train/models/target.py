@@ -32,6 +32,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from mtp_train.attention import interface
 from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import folder_digest
+from mtp_train.models.packed import pack_linears
 from mtp_train.models.partial import ends_only
 
 MODEL_TYPES = (
@@ -67,6 +68,7 @@ class Target:
         self, model: nn.Module, path: Path | None = None, tensor_parallel: int = 1
     ) -> None:
         self.model = model.eval().requires_grad_(False)
+        pack_linears(self.model)
         self.path = path
         self.tensor_parallel = tensor_parallel
         self.config: PreTrainedConfig = cast(Any, model).config
