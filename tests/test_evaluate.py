@@ -244,6 +244,14 @@ def test_every_pair_of_temperature_and_drafts_is_measured_on_the_same_prompts(
         assert expected["steps"][0] == found["sets"]["talks"][mode]["drafts"]
 
 
+@pytest.mark.parametrize("scheme", ["dynamic", "fixed", "ngram"])
+def test_other_schemes_than_chains(tmp_path: Path, scheme: str) -> None:
+    config = replace(CONFIG, scheme=scheme, drafts=6, depth=2, top_k=3, temperatures=[], ks=[])
+    found = measure(tmp_path, config=config).sets["heldout"]["greedy"]
+    assert len(found["per_position"]) == (6 if scheme == "ngram" else 2)
+    assert scheme == "ngram" or found["acceptance_rate"] == pytest.approx((found["tau"] - 1) / 6)
+
+
 def test_the_grids_figures_are_those_of_a_run_of_that_cell_alone(
     measured: Path, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from head_variants import VARIANTS, make_variant
 from toys import make_target
 
 from mtp_train.core.errors import UserError
+from mtp_train.engine.schemes import SchemeConfig
 from mtp_train.engine.sequences import Request
 from mtp_train.evaluate.costs import DRAFTS, BatchCost, costs_as_json, measure_costs
 from mtp_train.evaluate.speed import (
@@ -171,7 +172,9 @@ def test_batched_and_single_runs_say_the_same_number_of_tokens() -> None:
     head = build(target, MtpConfig())
     requests = prompt_set(4).requests
     for batch in (1, 4):
-        speed = measure_speed(target, head, requests, 2, batch)
+        speed = measure_speed(
+            target, head, requests, {k: SchemeConfig(drafts=k) for k in (1, 2)}, batch
+        )
         runs = [speed["plain"], *speed["speculative"].values()]
         assert [run["tokens"] for run in runs] == [24] * 3
         assert [set(run) >= {"ratio", "tau", "running"} for run in runs] == [False, True, True]

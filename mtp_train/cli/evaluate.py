@@ -136,6 +136,7 @@ def _provenance(
             "device": job.device,
             "ranks": job.process.ranks.world,
         },
+        "scheme": asdict(config.drafted(config.drafts)),
         "k": config.drafts,
         "dtype": str(target.dtype).removeprefix("torch."),
         "max_new_tokens": config.max_new_tokens,

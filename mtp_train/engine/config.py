@@ -61,7 +61,7 @@ class RunStats:
     """What one `generate` call took. `seconds` splits `wall` by part; the rest is the engine's own Python.
 
     Attributes:
-        steps: forwards of the target.
+        steps: forwards of the target in which something was decoded.
         preempted: times that a sequence gave up its pages and was computed again.
         shared_rows: prompt rows that another sequence had computed.
     """

@@ -43,8 +43,9 @@ class Schedule:
             yield from self._refused()
             self._admit()
             if self.running:
-                self.step(self._batch())
-                self.steps += 1
+                batch = self._batch()
+                self.step(batch)
+                self.steps += bool(batch.decoding)
                 self._name_pages()
                 yield from self._retire()
 

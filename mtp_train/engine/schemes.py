@@ -42,6 +42,11 @@ class SchemeConfig:
         if self.kind in ("dynamic", "fixed"):
             self.tree()
 
+    @property
+    def positions(self) -> int:
+        """Drafts on the longest path: as many places acceptance is counted at."""
+        return self.depth if self.kind in ("dynamic", "fixed") else self.drafts
+
     def tree(self) -> TreeConfig:
         return TreeConfig(self.kind, self.drafts, self.depth, self.top_k)
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.engine import Engine, EngineConfig
+from mtp_train.engine.schemes import SchemeConfig, make_proposer
 from mtp_train.evaluate.acceptance import acceptance
 from mtp_train.evaluate.runs import Bench, Run, account
 from mtp_train.evaluate.sets import PromptSet
@@ -25,10 +25,14 @@ SHORT = ("prompts", "tokens", "drafts", "tau", "tau_ci", "per_position", "per_po
 
 @dataclass(frozen=True)
 class Cell:
-    """A temperature and a number of drafts."""
+    """A temperature and how drafts are made."""
 
     temperature: float
-    k: int
+    scheme: SchemeConfig
+
+    @property
+    def k(self) -> int:
+        return self.scheme.drafts
 
     def file(self, name: str) -> str:
         """The name that the set's completions are kept under."""
@@ -97,19 +101,19 @@ def _runs(
     bench: Bench,
 ) -> dict[tuple[str, Cell], Run]:
     runs: dict[tuple[str, Cell], Run] = {}
-    engines: dict[int, Engine] = {}
+    engines: dict[SchemeConfig, Engine] = {}
 
-    def engine(k: int) -> Engine:
-        if k not in engines:
+    def engine(scheme: SchemeConfig) -> Engine:
+        if scheme not in engines:
             engines.clear()  # a cache of keys and values is large
-            proposer = ChainProposer(target, copy.deepcopy(head), k)
-            engines[k] = Engine(target, proposer, replace(engine_config, alphas=True))
-        return engines[k]
+            proposer = make_proposer(target, copy.deepcopy(head), scheme)
+            engines[scheme] = Engine(target, proposer, replace(engine_config, alphas=True))
+        return engines[scheme]
 
     for cell, count in grid.counts.items():
         for prompts in sets:
             name, drawn = cell.file(prompts.name), prompts.drawn(count)
-            made = partial(engine, cell.k)
+            made = partial(engine, cell.scheme)
             runs[prompts.name, cell] = bench.run(name, drawn, made, cell.temperature)
     return runs
 
@@ -141,4 +145,5 @@ def _record(
     prompts: PromptSet, drawn: PromptSet, cell: Cell, runs: Mapping[tuple[str, Cell], Run]
 ) -> dict[str, Any]:
     run = runs[prompts.name, cell].of(drawn)
-    return acceptance(run.completions, prompts.categories, cell.temperature, cell.k, run.turns)
+    positions = cell.scheme.positions
+    return acceptance(run.completions, prompts.categories, cell.temperature, positions, run.turns)

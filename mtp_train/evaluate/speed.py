@@ -20,14 +20,16 @@ from itertools import pairwise
 from typing import Any
 
 from mtp_train.core.progress import progress
-from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.engine import Engine, EngineConfig, RunStats
+from mtp_train.engine.schemes import SchemeConfig, make_proposer
 from mtp_train.engine.sequences import Completion, Request
 from mtp_train.evaluate.costs import DRAFTS, BatchCost, costs_as_json, measure_costs
 from mtp_train.evaluate.sets import PromptSet, spread
 from mtp_train.evaluate.stage import EvaluateConfig
 from mtp_train.heads.base import DraftHead
 from mtp_train.models.target import Target
+
+Schemes = Mapping[int, SchemeConfig]  # by number of drafts
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)  # that speed-ups are predicted for
 
@@ -135,15 +137,20 @@ def measure_speeds(
     """
     if not (config.speed_prompts and prompts.requests):
         return {}, {}
+    schemes = {k: config.drafted(k) for k in range(1, config.drafts + 1)}
+    if config.scheme != "chain":
+        schemes = {config.drafts: config.drafted(config.drafts)}
     counts = {
         batch: whole_batches(len(prompts.requests), batch, config.speed_prompts)
         for batch in sorted({1, *config.speed_batches})
     }
     speeds = [
-        measure_speed(target, head, spread(prompts.requests, count), config.drafts, batch)
+        measure_speed(target, head, spread(prompts.requests, count), schemes, batch)
         for batch, count in counts.items()
         if count
     ]
+    if config.scheme != "chain":
+        return speeds[0], {}  # the model is of chains
     lengths = [len(request.prompt) + config.max_new_tokens // 2 for request in prompts.requests]
     cached = round(sum(lengths) / len(lengths))
     with progress(config.cost_repeats + 1, "costs by batch and rows", "round") as bar:
@@ -180,10 +187,10 @@ def compared(model: SpeedModel, speed: Mapping[str, Any]) -> list[dict[str, Any]
 
 
 def measure_speed(
-    target: Target, head: DraftHead, requests: Sequence[Request], drafts: int, batch: int = 1
+    target: Target, head: DraftHead, requests: Sequence[Request], schemes: Schemes, batch: int = 1
 ) -> dict[str, Any]:
-    """Plain and speculative decoding of the same prompts, `batch` at a time, in turn; k = 1 .. drafts."""
-    engines = _engines(target, head, requests, drafts, batch)
+    """Plain and speculative decoding of the same prompts, `batch` at a time, in turn; for every scheme."""
+    engines = _engines(target, head, requests, schemes, batch)
     stats: dict[int, list[RunStats]] = {k: [] for k in engines}
     done: dict[int, list[Completion]] = {k: [] for k in engines}
     for engine in engines.values():  # first calls pay for allocations
@@ -209,16 +216,18 @@ def whole_batches(prompts: int, batch: int, wanted: int) -> int:
 
 
 def _engines(
-    target: Target, head: DraftHead, requests: Sequence[Request], drafts: int, batch: int
+    target: Target, head: DraftHead, requests: Sequence[Request], schemes: Schemes, batch: int
 ) -> dict[int, Engine]:
     """An engine for each k, 0 for plain decoding."""
     longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
-    rows = max(8192, batch * (longest + drafts + 2 * EngineConfig().page_size))
+    rows = max(8192, batch * (longest + max(schemes) + 2 * EngineConfig().page_size))
     # What one engine has read the next would find: every run reads its prompts.
     config = EngineConfig(max_batch=batch, cache_rows=rows, share_prefixes=False)
-    chains = {k: ChainProposer(target, copy.deepcopy(head), k) for k in range(1, drafts + 1)}
+    drafted = {
+        k: make_proposer(target, copy.deepcopy(head), scheme) for k, scheme in schemes.items()
+    }
     return {0: Engine(target, None, config)} | {
-        k: Engine(target, chain, config) for k, chain in chains.items()
+        k: Engine(target, proposer, config) for k, proposer in drafted.items()
     }
 
 

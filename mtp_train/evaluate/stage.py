@@ -16,8 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from mtp_train.core.errors import UserError
-from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.engine import Engine, EngineConfig
+from mtp_train.engine.schemes import SchemeConfig, make_proposer
 from mtp_train.evaluate.examples import example
 from mtp_train.evaluate.grid import Acceptance, Cell, Grid, measure_grid
 from mtp_train.evaluate.lossless import compare, transformers_greedy
@@ -37,7 +37,9 @@ class EvaluateConfig:
     Attributes:
         sets: name -> a source or a list of them (see text.sources.SourceConfig): prompts beside the run's own, whose
             users' turns the target answers one after the other.
-        drafts: k, drafted tokens per step.
+        scheme: how drafts are made: `chain`, a `dynamic` or `fixed` tree, or `ngram` (see engine.schemes).
+        drafts: drafted tokens per step: k of a chain, the size of a tree.
+        depth, top_k: of a tree.
         max_new_tokens: longest output.
         temperature: of the sampled run beside the greedy one.
         sampled_prompts: prompts per set of the sampled run, a fixed draw from the set.
@@ -54,7 +56,10 @@ class EvaluateConfig:
     """
 
     sets: dict[str, Any] = field(default_factory=dict)
+    scheme: str = "chain"
     drafts: int = 3
+    depth: int = 3
+    top_k: int = 4
     max_new_tokens: int = 128
     temperature: float = 1.0
     sampled_prompts: int = 1000
@@ -78,6 +83,7 @@ class EvaluateConfig:
                 raise UserError(
                     f"evaluate.{name} must be 1 or more", getattr(self, name), "raise it"
                 )
+        self.drafted(self.drafts)
         if self.temperature < 0:
             raise UserError("evaluate.temperature must be 0 or more", self.temperature, "raise it")
         if any(not 0 <= item < math.inf for item in self.temperatures):
@@ -87,15 +93,19 @@ class EvaluateConfig:
         if any(item < 1 for item in self.ks):
             raise UserError("evaluate.ks must be 1 or more", self.ks, "correct them")
 
+    def drafted(self, drafts: int) -> SchemeConfig:
+        """The scheme with so many drafts."""
+        return SchemeConfig(self.scheme, drafts, self.depth, self.top_k)
+
     @property
     def grid(self) -> Grid:
         """The runs that acceptance is measured by."""
         temperatures = self.temperatures or [0.0, self.temperature]
         ks = self.ks or [self.drafts]
-        wanted = [Cell(temperature, k) for temperature in temperatures for k in ks]
+        wanted = [Cell(temperature, self.drafted(k)) for temperature in temperatures for k in ks]
         return Grid(
-            Cell(0.0, self.drafts),
-            Cell(self.temperature, self.drafts),
+            Cell(0.0, self.drafted(self.drafts)),
+            Cell(self.temperature, self.drafted(self.drafts)),
             tuple(dict.fromkeys(wanted)) if self.temperatures or self.ks else (),
             self.sampled_prompts,
             self.grid_prompts,
@@ -131,7 +141,9 @@ def measure_lossless(
 
     def speculative() -> Engine:
         return Engine(
-            target, ChainProposer(target, copy.deepcopy(head), config.drafts), engine_config
+            target,
+            make_proposer(target, copy.deepcopy(head), config.drafted(config.drafts)),
+            engine_config,
         )
 
     plain = bench.run(
