@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,21 @@ import torch
 from protocol import answer_all, prompts_of
 
 from mtp_train.checkpoint.heads import load_head
-from mtp_train.engine.chain import ChainProposer, Proposer
 from mtp_train.engine.engine import Engine, EngineConfig
+from mtp_train.engine.schemes import SchemeConfig, make_proposer
 from mtp_train.engine.sequences import Request
 from mtp_train.evaluate.costs import costs_as_json, measure_costs
-from mtp_train.heads.base import DraftHead
 from mtp_train.models.target import Target
 
 PLAIN = "plain"
-# Scheme -> its proposer. A head is made the engine's own, so each gets a copy.
-SCHEMES: dict[str, Callable[[Target, DraftHead], Proposer]] = {
-    "chain_1": lambda target, head: ChainProposer(target, head, 1),
-    "chain_2": lambda target, head: ChainProposer(target, head, 2),
-    "chain_3": lambda target, head: ChainProposer(target, head, 3),
+SCHEMES = {
+    "chain_1": SchemeConfig("chain", 1),
+    "chain_2": SchemeConfig("chain", 2),
+    "chain_3": SchemeConfig("chain", 3),
+    "fixed_4": SchemeConfig("fixed", 4, depth=2, top_k=3),
+    "dynamic_4": SchemeConfig("dynamic", 4, depth=2, top_k=3),
+    "dynamic_8": SchemeConfig("dynamic", 8, depth=3, top_k=4),
+    "ngram_3": SchemeConfig("ngram", 3),
 }
 
 
@@ -69,8 +70,8 @@ class Ours:
             proposer = None
             if scheme != PLAIN:
                 assert self.head is not None, "a scheme needs --head"
-                proposer = SCHEMES[scheme](self.target, copy.deepcopy(self.head))
-            config = EngineConfig(cache_rows=self.spec["cache_rows"])
+                proposer = make_proposer(self.target, copy.deepcopy(self.head), SCHEMES[scheme])
+            config = EngineConfig(cache_rows=self.spec["cache_rows"], share_prefixes=False)
             self.engines[scheme] = Engine(self.target, proposer, config)
         return self.engines[scheme]
 
