@@ -1111,7 +1111,12 @@ def test_a_draft_models_run(
         assert guarded(lambda more=wrong: dispatch("train", overrides(folder, *more))) == 2
         assert f"error: {named}" in capsys.readouterr().err
     assert guarded(lambda: dispatch("run", overrides(folder, *options))) == 0
-    assert "no export, its layout can't hold head.family=draft_model" in capsys.readouterr().err
+    capsys.readouterr()
+    exported = folder / "run" / "export" / "draft_model"
+    assert json.loads((exported / "config.json").read_text())["architectures"] == [
+        "LlamaForCausalLM"
+    ]
+    assert (exported / "tokenizer.json").is_file()
     evaluation = json.loads((folder / "run" / "evaluate" / "evaluation.json").read_text())
     assert evaluation["head"]["family"] == "draft_model"
     assert evaluation["lossless"]["different"] == []
