@@ -272,13 +272,13 @@ def test_a_head_without_a_norm_is_not_exported(
     toy_target: Target, norm: str, tmp_path: Path
 ) -> None:
     head = build(toy_target, MtpConfig(**{norm: False}))
-    with pytest.raises(UserError, match=rf"layout mimo_mtp holds; received head\.{norm}=false"):
+    with pytest.raises(UserError, match=rf"mimo_mtp holds; received head\.{norm}=false"):
         export_head(head, toy_target, ExportConfig(), tmp_path / "out", {})
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if not name.startswith("mtp")])
-def test_a_head_of_another_family_than_the_layouts_is_not_exported(
+def test_another_family_does_not_go_to_the_mimo_layout(
     toy_target: Target, variant: str, tmp_path: Path
 ) -> None:
     head = make_variant(toy_target, variant)
@@ -588,7 +588,7 @@ def test_a_rollout_must_train_every_module(toy_target: Target) -> None:
 
 def test_a_head_of_several_modules_is_not_exported(toy_target: Target, tmp_path: Path) -> None:
     head = make_variant(toy_target, "mtp-2-modules")
-    with pytest.raises(UserError, match=r"layout mimo_mtp holds; received head\.modules=2"):
+    with pytest.raises(UserError, match=r"mimo_mtp holds; received head\.modules=2"):
         export_head(head, toy_target, ExportConfig(), tmp_path / "out", {})
     with pytest.raises(UserError, match=r"head\.modules must be 1 or more"):
         MtpConfig(modules=0)

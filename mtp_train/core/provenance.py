@@ -41,7 +41,7 @@ def sealed(value: dict[str, Any]) -> dict[str, Any]:
     }  # as it will be read: keys are text
 
 
-def unsealed(value: Any, path: Path, remedy: str) -> Any:
+def unsealed(value: Any, path: Path | str, remedy: str) -> Any:
     """A sealed object as it was; anything else is returned as it is.
 
     Raises:

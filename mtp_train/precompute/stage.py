@@ -26,6 +26,7 @@ from mtp_train.batches.pack import fill
 from mtp_train.core.dist import Ranks
 from mtp_train.core.errors import UserError
 from mtp_train.core.progress import progress, say
+from mtp_train.core.provenance import sealed, unsealed
 from mtp_train.core.records import TokenizedConversation
 from mtp_train.engine.clock import Clock
 from mtp_train.precompute.gate import GateResult, Sample, check_rows, check_stored
@@ -215,7 +216,7 @@ class _Worker:
             self.source.check(samples, result)
         if entry:
             note = {"entry": asdict(entry), "gate": asdict(result)}
-            self.place.write(_note(made.index), json.dumps(note, indent=2).encode())
+            _write_json(self.place, _note(made.index), note)
 
 
 @dataclass
@@ -252,10 +253,10 @@ def _prepare(place: Place, contract: Contract) -> None:
     place.require_writable()
     names = place.names()
     wanted = contract.as_dict()
-    if NOTE not in names or json.loads(place.read(NOTE)) != wanted:
+    if NOTE not in names or _read_json(place, NOTE) != wanted:
         for name in names:
             place.remove(name)
-        place.write(NOTE, json.dumps(wanted, indent=2).encode())
+        _write_json(place, NOTE, wanted)
         return
     for name in names:  # an unfinished shard, or a killed writer's half
         orphan = name.startswith("shard-") and name.endswith(".safetensors")
@@ -272,7 +273,7 @@ def _missing(place: Place, shards: int) -> list[int]:
 def _finish(place: Place, contract: Contract, shards: int, accounting: dict[str, Any]) -> None:
     entries, gate = [], GateResult()
     for index in range(shards):
-        note = json.loads(place.read(_note(index)))
+        note = _read_json(place, _note(index))
         entries.append(ShardEntry(**note["entry"]))
         for name, value in note["gate"].items():
             setattr(gate, name, getattr(gate, name) + value)
@@ -281,6 +282,21 @@ def _finish(place: Place, contract: Contract, shards: int, accounting: dict[str,
         f"precompute {_name(place.address)}: {manifest.tokens} tokens in {shards} shards; "
         f"gate: {gate.rows} rows of {gate.sequences} sequences, {gate.ties} ties"
     )
+
+
+def _write_json(place: Place, name: str, value: dict[str, Any]) -> None:
+    place.write(name, json.dumps(sealed(value), indent=2).encode())
+
+
+def _read_json(place: Place, name: str) -> Any:
+    """A note of ours; a damaged one is no reason to make what it is about again unasked."""
+    path, remedy = f"{place}/{name}", "delete it and run precompute again"
+    try:
+        return unsealed(json.loads(place.read(name)), path, remedy)
+    except ValueError as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError("a JSON file must be well-formed", f"{path}: {error}", remedy) from error
 
 
 def _note(index: int) -> str:
