@@ -45,6 +45,7 @@ LIBRARIES = {
     "yaml": ("cli",),
     "transformers": ("attention", "text", "models", "regenerate", "evaluate", "cli"),
     "flashinfer": ("attention",),
+    "torchao": ("models",),
     "torch": (
         "core/dist.py",
         "store",

@@ -52,6 +52,7 @@ def _work(job: Job, config: EvaluateConfig) -> Any:
         "target": {
             "path": str(target.path),
             "hash": target.hash,
+            "quantisation": target.quantisation,
             "hidden_size": target.hidden_size,
             "vocab_size": target.vocab_size,
             "layers": target.layers,

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from mtp_train.core.errors import UserError
 from mtp_train.core.progress import say
 from mtp_train.heads.block import adds_one
+from mtp_train.models.quantised import scale_block, times_scales
 from mtp_train.models.target import Target
 from mtp_train.models.weights import find_tensors, read_tensors
 
@@ -134,7 +135,7 @@ def _begin(
     _require_shared(target, {name: read.pop(key) for key, name in shared.items() if key in read})
     ours = {
         parts.get(name, f"block.{name.removeprefix(block)}"): value.float()
-        for name, value in whole(read, _scale_block(target)).items()
+        for name, value in whole(read, scale_block(_folder(target))).items()
     }
     ours = stack_experts(ours)
     if layout.hidden_first and "eh_proj.weight" in ours:
@@ -203,10 +204,7 @@ def whole(tensors: dict[str, Tensor], block: tuple[int, int]) -> dict[str, Tenso
             continue
         scale = tensors.get(name + SCALE)
         if scale is not None:
-            rows, columns = value.shape
-            scale = scale.repeat_interleave(block[0], 0)[:rows]
-            scale = scale.repeat_interleave(block[1], 1)[:, :columns]
-            value = value.float() * scale
+            value = times_scales(value, scale, block)
         made[name] = value
     return made
 
@@ -240,13 +238,6 @@ def _count(target: Target, files: Mapping[str, Path], layout: Layout) -> int:
 def _at(pattern: str, layout: Layout, target: Target, depth: int) -> str:
     block = layout.block.format(layer=target.layers + depth, depth=depth)
     return pattern.format(block=block, layer=target.layers + depth, depth=depth)
-
-
-def _scale_block(target: Target) -> tuple[int, int]:
-    quantised: Any = getattr(target.config, "quantization_config", None) or {}
-    found = quantised if isinstance(quantised, dict) else vars(quantised)
-    rows, columns = found.get("weight_block_size") or (128, 128)
-    return int(rows), int(columns)
 
 
 def _require_shared(target: Target, copies: dict[str, Tensor]) -> None:
