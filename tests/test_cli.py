@@ -882,6 +882,29 @@ def test_another_target_does_every_stage_again(
     load_head(folder / "run" / "train" / "head", Target.load(folder / "target", "float32"))
 
 
+def test_a_quantised_target_is_another_target(
+    capsys: pytest.CaptureFixture[str], pipeline: Path, tmp_path: Path
+) -> None:
+    """Text, features, head and figures are then those of the quantised one, held to transformers' own quantised one."""
+    folder = copied(pipeline, tmp_path)
+    plain, run = Target.load(folder / "target", "float32"), folder / "run"
+    int8 = "target.quantisation=int8"
+    load_head(run / "train" / "head", plain)
+    assert guarded(lambda: dispatch("evaluate", overrides(folder, int8))) == 2
+    assert "own target (quantisation int8); received none" in capsys.readouterr().err
+    assert again(capsys, folder, int8) == dict.fromkeys(STAGES, True)
+    target = Target.load(folder / "target", "float32", quantisation="int8")
+    load_head(run / "train" / "head", target)
+    for name in ("train", "heldout"):
+        contract = FeatureStore(run / "precompute" / name).manifest.contract
+        assert (contract.quantisation, contract.target_hash) == ("int8", target.hash)
+    evaluation = json.loads((run / "evaluate" / "evaluation.json").read_text())
+    assert evaluation["target"]["quantisation"] == "int8"
+    assert evaluation["lossless"]["different"] == []
+    assert evaluation["lossless"]["transformers"]["different"] == []
+    assert "int8" in (run / "export" / "mimo_mtp" / "README.md").read_text()
+
+
 # --- regenerate, broken off -----------------------------------------------------------------------------------
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from mtp_train.core.errors import UserError
 from mtp_train.core.progress import progress
@@ -26,7 +25,7 @@ from mtp_train.evaluate.examples import example
 from mtp_train.evaluate.lossless import compare, transformers_greedy
 from mtp_train.evaluate.validation import engine_validation
 from mtp_train.heads.base import DraftHead
-from mtp_train.models.target import Target
+from mtp_train.models.target import Target, transformers_own
 from mtp_train.text.sources import Answer
 
 T = TypeVar("T")
@@ -147,8 +146,7 @@ def measure_lossless(
     )
     result = compare(target, plain, speculative)
     if config.reference_prompts and target.path is not None:
-        loaded = AutoModelForCausalLM.from_pretrained(target.path, dtype=target.dtype)
-        reference = cast(torch.nn.Module, loaded).to(target.device)
+        reference = transformers_own(target)
         some = spread(plain, config.reference_prompts)
         theirs = [
             replace(completion, tokens=transformers_greedy(target, completion, reference))

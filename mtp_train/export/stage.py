@@ -30,6 +30,7 @@ from mtp_train.core.provenance import (
 from mtp_train.export import mimo
 from mtp_train.heads.base import DraftHead
 from mtp_train.heads.mtp import MtpConfig, MtpHead
+from mtp_train.models.quantised import NONE
 from mtp_train.models.target import Target
 
 FORMATS = ("mimo_mtp",)
@@ -192,6 +193,10 @@ def require_servable(out: Path) -> None:
         )
 
 
+def _quantised(target: Target) -> str:
+    return "" if target.quantisation == NONE else f", quantised as {target.quantisation}"
+
+
 def model_card(target: Target, config: ExportConfig, figures: dict[str, Any], out: Path) -> str:
     """README.md of the export: what it is, how to serve it, what was measured."""
     greedy = figures.get("greedy")
@@ -211,7 +216,8 @@ def model_card(target: Target, config: ExportConfig, figures: dict[str, Any], ou
     return f"""# Draft head for {target.path.name if target.path else "the target"}
 
 An MTP head ({config.format} layout). It drafts for one target only: the weights that mtp_train's
-`target_hash` calls `{target.hash}`. It has no tokenizer, embedding or lm_head: those are the target's.
+`target_hash` calls `{target.hash}`{_quantised(target)}.
+It has no tokenizer, embedding or lm_head: those are the target's.
 `config.json` names the target's `model_type` and the layout's architecture, as vLLM expects of an MTP draft.
 
 {measured}

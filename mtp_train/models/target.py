@@ -264,6 +264,19 @@ class Target:
         return target_hash(self.path, self.quantisation) if self.path else "unsaved"
 
 
+def transformers_own(target: Target) -> nn.Module:
+    """transformers' own model with its own attention: weights, dtype and quantisation of a target with a folder."""
+    config = AutoConfig.from_pretrained(target.path)
+    plain = target.quantisation == folder_quantisation(
+        require_model_folder(cast(Path, target.path))
+    )
+    _, asked = loading(config, NONE if plain else target.quantisation, str(target.device))
+    model = AutoModelForCausalLM.from_pretrained(
+        target.path, config=config, dtype=target.dtype, **asked
+    )
+    return cast(nn.Module, model).to(target.device)
+
+
 def config_values(config: PreTrainedConfig) -> dict[str, Any]:
     """A model's config as plain JSON values; `config_of` makes it again."""
     values: dict[str, Any] = json.loads(config.to_json_string())
