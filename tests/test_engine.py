@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from mtp_train.core.errors import UserError
+from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.engine import Engine, EngineConfig
 from mtp_train.engine.pages import PageAllocator
-from mtp_train.engine.propose import ChainProposer, Draft
+from mtp_train.engine.propose import Draft, Drafting, NoProposer
 from mtp_train.engine.sampling import Sampling
 from mtp_train.engine.sequences import Completion, Request
 from mtp_train.evaluate.lossless import compare
@@ -27,42 +28,23 @@ def requests(count: int, tokens: int = 24, **extra: object) -> list[Request]:
     return [Request(str(i), p, tokens, **extra) for i, p in enumerate(prompts)]  # type: ignore[arg-type]
 
 
-class ScriptedProposer:
+class ScriptedProposer(NoProposer):
     """Drafts known tokens with chosen mistakes: never, always or sometimes accepted."""
-
-    cache_layers = 0
-    states = ()
-    ahead = 1
 
     def __init__(
         self, drafts: int, outputs: dict[tuple[int, ...], tuple[int, ...]], wrong: set[int]
     ) -> None:
-        self.drafts, self.outputs, self.wrong = drafts, outputs, wrong
+        self.drafts = self.depth = self.room = drafts
+        self.texts, self.wrong = [(*prompt, *output) for prompt, output in outputs.items()], wrong
 
-    def observe(self, *_: object) -> None:
-        return None
+    def propose(self, step: Drafting) -> Draft:  # type: ignore[override]
+        return Draft(torch.tensor([self.known(tuple(tokens)) for tokens in step.tokens]))
 
-    def propose(
-        self,
-        cache: object,
-        plans: object,
-        carry: object,
-        sampling: object,
-        generator: object,
-        clock: object,
-    ) -> Draft:
-        rows = []
-        for sequence in self.running():
-            output = self.outputs[sequence.request.prompt]
-            at = len(sequence.output)
-            known = (list(output[at : at + self.drafts]) + [0] * self.drafts)[: self.drafts]
-            rows.append(
-                [
-                    (token + 1) % 61 if position in self.wrong else token
-                    for position, token in enumerate(known)
-                ]
-            )
-        return Draft(torch.tensor(rows), None)
+    def known(self, tokens: tuple[int, ...]) -> list[int]:
+        at = len(tokens)
+        text = next(text for text in self.texts if text[:at] == tokens)
+        right = (list(text[at : at + self.drafts]) + [0] * self.drafts)[: self.drafts]
+        return [(token + 1) % 61 if i in self.wrong else token for i, token in enumerate(right)]
 
 
 @pytest.mark.parametrize("drafts", [1, 2, 5])
@@ -101,21 +83,12 @@ def test_plain_decoding_equals_transformers_generate(toy_target: Target) -> None
 
 @pytest.mark.parametrize(("wrong", "accepted"), [({0}, {0}), (set(), {3}), ({1}, {1}), ({2}, {2})])
 def test_scripted_drafts_are_accepted_as_far_as_they_are_right(
-    toy_target: Target, wrong: set[int], accepted: set[int], monkeypatch: pytest.MonkeyPatch
+    toy_target: Target, wrong: set[int], accepted: set[int]
 ) -> None:
-    import mtp_train.engine.engine as module
-
     asked = requests(3)
     plain = {c.prompt: c.tokens for c in Engine(toy_target, None, SMALL).generate(asked)}
     proposer = ScriptedProposer(3, plain, wrong)
-    original = module._Run._step
-
-    def step(run: module._Run) -> None:
-        proposer.running = lambda: run.running  # type: ignore[attr-defined]
-        original(run)
-
-    monkeypatch.setattr(module._Run, "_step", step)
-    done = Engine(toy_target, proposer, SMALL).generate(asked)  # type: ignore[arg-type]
+    done = Engine(toy_target, proposer, SMALL).generate(asked)
     assert [c.tokens for c in done] == [plain[c.prompt] for c in done]
     inner = [
         s.accepted for c in done for s in c.steps[:-1]
@@ -173,7 +146,7 @@ def test_a_prompt_one_short_of_the_limit_gets_one_token(toy_target: Target, draf
 def test_pages_come_back(toy_target: Target) -> None:
     engine = Engine(toy_target, None, SMALL)
     first = engine.generate(requests(9))
-    assert engine.pages.fits(SMALL.cache_rows)
+    assert engine.parts.pages.fits(SMALL.cache_rows)
     assert engine.generate(requests(9)) == first
 
 
@@ -233,7 +206,7 @@ def test_a_source_is_served_while_it_grows(toy_target: Target, drafts: int) -> N
     whole = {c.key: c.tokens for c in Engine(toy_target, None, SMALL).generate(requests(7, 9))}
     by_key = {completion.key: completion for completion in done}
     assert {key: by_key[key].tokens + by_key[f"{key}+"].tokens for key in whole} == whole
-    assert engine.pages.fits(SMALL.cache_rows)
+    assert engine.parts.pages.fits(SMALL.cache_rows)
 
 
 @pytest.mark.parametrize("drafts", [0, 3])

@@ -14,8 +14,8 @@ from transformers import FalconConfig, Gemma3TextConfig, Qwen3Config
 from mtp_train.attention.packed import PackedContext
 from mtp_train.attention.paged import PagedContext, PagedKV, plan_batch
 from mtp_train.core.errors import UserError
+from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.engine import Engine, EngineConfig
-from mtp_train.engine.propose import ChainProposer
 from mtp_train.engine.sequences import Request
 from mtp_train.export import mimo
 from mtp_train.export.stage import ExportConfig, export_head

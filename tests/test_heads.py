@@ -15,8 +15,8 @@ from mtp_train.attention.packed import PackedContext
 from mtp_train.batches.pack import load_pack
 from mtp_train.checkpoint.heads import HeadCard, load_head, read_card, save_checkpoint, warm_start
 from mtp_train.core.errors import UserError
+from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.engine import Engine, EngineConfig
-from mtp_train.engine.propose import ChainProposer
 from mtp_train.engine.sequences import Completion, Request
 from mtp_train.export.stage import ExportConfig, export_head
 from mtp_train.heads.base import DraftHead

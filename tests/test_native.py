@@ -18,8 +18,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 from mtp_train.attention.packed import PackedContext
 from mtp_train.checkpoint.heads import HeadCard, load_head, save_checkpoint
 from mtp_train.core.errors import UserError
+from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.engine import Engine, EngineConfig
-from mtp_train.engine.propose import ChainProposer
 from mtp_train.engine.sequences import Request
 from mtp_train.heads.eagle import EagleConfig
 from mtp_train.heads.mtp import MtpConfig, MtpHead, build

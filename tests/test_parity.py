@@ -12,8 +12,8 @@ from toy_families import CONFIGS, toy
 
 from mtp_train.attention.packed import PackedContext, RolloutContext
 from mtp_train.batches.align import rollout
+from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.engine import Engine, EngineConfig
-from mtp_train.engine.propose import ChainProposer
 from mtp_train.engine.sequences import Request
 from mtp_train.evaluate.lossless import first_difference
 from mtp_train.evaluate.validation import engine_validation

@@ -14,7 +14,8 @@ from toys import make_lively_target, make_tokenizer
 from mtp_train.core.errors import UserError
 from mtp_train.core.records import Accounting
 from mtp_train.engine.engine import Engine, EngineConfig
-from mtp_train.engine.sequences import Request
+from mtp_train.engine.sequences import Batch, Request
+from mtp_train.engine.step import Step
 from mtp_train.models.target import Target, load_tokenizer, stop_tokens
 from mtp_train.regenerate.dialogue import reply_text, request_seed
 from mtp_train.regenerate.journal import Journal
@@ -144,15 +145,13 @@ def test_turns_join_the_running_batch(
 ) -> None:
     """No step waits for the slowest conversation: ids tell which turns ran together."""
     together: set[frozenset[str]] = set()
-    from mtp_train.engine import engine as module
+    original = Step.__call__
 
-    original = module._Run._step
+    def step(self: Step, batch: Batch) -> None:
+        together.add(frozenset(sequence.request.key for sequence in batch.all))
+        original(self, batch)
 
-    def step(run: Any) -> None:
-        together.add(frozenset(sequence.request.key for sequence in run.running))
-        original(run)
-
-    monkeypatch.setattr(module._Run, "_step", step)
+    monkeypatch.setattr(Step, "__call__", step)
     answer(chats(tmp_path), tmp_path / "out.jsonl", lively)
     mixed = [keys for keys in together if {"#" in key for key in keys} == {True, False}]
     assert mixed and max(len(keys) for keys in together) == ANSWERING.max_batch

@@ -10,9 +10,9 @@ import torch
 from transformers import LlamaConfig
 
 from mtp_train.attention.packed import PackedContext
-from mtp_train.engine import engine as engine_module
+from mtp_train.engine import step as step_module
+from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.engine import Engine, EngineConfig
-from mtp_train.engine.propose import ChainProposer
 from mtp_train.engine.sampling import Sampling, draw
 from mtp_train.engine.sequences import Request
 from mtp_train.engine.verify import leading, verify_sampled
@@ -163,7 +163,7 @@ def _accepts_twice_as_readily(
 def test_the_chi_square_test_catches_a_broken_rule(
     tiny: Target, broken: object, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "verify_sampled", broken)
+    monkeypatch.setattr(step_module, "verify_sampled", broken)
     assert p_value(counts(tiny, 1.0, seed=1, family=family), exact(tiny, 1.0)) < 1e-6
 
 

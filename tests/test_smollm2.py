@@ -10,8 +10,8 @@ from accelerate import Accelerator
 
 from mtp_train.core.dist import Ranks
 from mtp_train.core.records import Accounting
+from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.engine import Engine, EngineConfig
-from mtp_train.engine.propose import ChainProposer
 from mtp_train.engine.sequences import Completion, Request
 from mtp_train.evaluate.stage import EvaluateConfig, PromptSet, measure_lossless
 from mtp_train.export.stage import ExportConfig, export_head, import_head

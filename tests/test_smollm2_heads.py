@@ -10,8 +10,8 @@ import torch
 
 from mtp_train.attention.packed import PackedContext
 from mtp_train.batches.pack import Pack
+from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.engine import Engine, EngineConfig
-from mtp_train.engine.propose import ChainProposer
 from mtp_train.engine.sequences import Completion, Request
 from mtp_train.heads.draft_model import DraftModelConfig
 from mtp_train.heads.families import FAMILIES, build_head

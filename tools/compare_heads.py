@@ -32,8 +32,8 @@ from torch import Tensor
 from mtp_train.checkpoint.heads import load_head
 from mtp_train.core.errors import UserError
 from mtp_train.core.records import Accounting
+from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.engine import Engine, EngineConfig
-from mtp_train.engine.propose import ChainProposer
 from mtp_train.engine.sequences import Request
 from mtp_train.evaluate.acceptance import count_steps
 from mtp_train.heads.families import build_head, family_of

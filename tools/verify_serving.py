@@ -30,8 +30,8 @@ from mtp_train.core.dist import Ranks
 from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import read_json, write_json
 from mtp_train.core.records import Accounting
+from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.engine import Engine, EngineConfig
-from mtp_train.engine.propose import ChainProposer
 from mtp_train.engine.sequences import Completion, Request
 from mtp_train.evaluate.acceptance import acceptance
 from mtp_train.evaluate.lossless import first_difference

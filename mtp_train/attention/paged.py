@@ -59,6 +59,12 @@ class PagedKV:
         key, value = pools
         return key.index_select(0, slots), value.index_select(0, slots)
 
+    def move(self, layers: int, source: Tensor, goal: Tensor) -> None:
+        """Copy rows between slots in the first `layers` layers; all are read before any is written."""
+        for pools in self._pools[:layers]:
+            for pool in pools or ():
+                pool.index_copy_(0, goal, pool.index_select(0, source))
+
     def _pool(self, rows: Tensor) -> Tensor:
         with torch.inference_mode(False):  # a later call may be outside of it
             size = (self.pages * self.page_size, rows[0].numel())
@@ -66,10 +72,33 @@ class PagedKV:
 
 
 @dataclass(frozen=True)
+class TreeRows:
+    """How the newest rows of one sequence stand in a draft tree.
+
+    The tail's rows lie in slots base, base + 1, ... in order; those of the batch are the last of them.
+
+    Attributes:
+        base: position of the tree's root; every row sees all cached rows before it.
+        depth: int [tail], a row stands at position base + depth.
+        seen: bool [rows, tail], which rows of the tail each of the batch's rows sees: its ancestors and itself.
+    """
+
+    base: int
+    depth: np.ndarray
+    seen: np.ndarray
+
+    @property
+    def positions(self) -> np.ndarray:
+        """Of the batch's rows."""
+        return self.base + self.depth[len(self.depth) - len(self.seen) :]
+
+
+@dataclass(frozen=True)
 class BatchPlan:
     """Where the rows of one ragged batch stand.
 
-    Sequence b contributes rows qo_indptr[b]..qo_indptr[b+1] at consecutive positions that end its cached length.
+    Sequence b contributes rows qo_indptr[b]..qo_indptr[b+1] in consecutive slots that end its cached length, at
+    consecutive positions too unless they are those of a tree.
     """
 
     qo_indptr: np.ndarray  # [B + 1] int64
@@ -79,6 +108,9 @@ class BatchPlan:
     page_size: int
     positions: Tensor  # [T] int64
     slots: Tensor  # [T] int64, where the rows' own keys and values are written
+    trees: tuple[TreeRows | None, ...] | None = (
+        None  # one per sequence; none where no rows are a tree's
+    )
     contexts: dict[int, PagedContext] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -106,8 +138,9 @@ def plan_batch(
     rows: Sequence[int],
     page_size: int,
     device: torch.device,
+    trees: Sequence[TreeRows | None] | None = None,
 ) -> BatchPlan:
-    """Plan rows at positions starts[b] .. starts[b] + rows[b] - 1 of sequences with page tables `pages`."""
+    """Plan rows in places starts[b] .. starts[b] + rows[b] - 1 of sequences with page tables `pages`."""
     lengths = [start + count for start, count in zip(starts, rows, strict=True)]
     used = [-(-length // page_size) for length in lengths]
     assert all(len(table) >= need for table, need in zip(pages, used, strict=True)), (
@@ -116,10 +149,14 @@ def plan_batch(
     tables = [
         np.asarray(table[:need], dtype=np.int64) for table, need in zip(pages, used, strict=True)
     ]
-    positions = [np.arange(start, length) for start, length in zip(starts, lengths, strict=True)]
+    places = [np.arange(start, length) for start, length in zip(starts, lengths, strict=True)]
     slots = [
         table[where // page_size] * page_size + where % page_size
-        for table, where in zip(tables, positions, strict=True)
+        for table, where in zip(tables, places, strict=True)
+    ]
+    positions = [
+        where if tree is None else tree.positions
+        for where, tree in zip(places, trees or [None] * len(places), strict=True)
     ]
     return BatchPlan(
         qo_indptr=_indptr(rows),
@@ -131,6 +168,7 @@ def plan_batch(
         page_size=page_size,
         positions=torch.from_numpy(np.concatenate(positions)).to(device),
         slots=torch.from_numpy(np.concatenate(slots)).to(device),
+        trees=tuple(trees) if trees and any(trees) else None,
     )
 
 
@@ -151,7 +189,8 @@ class PagedContext:
     def __init__(self, cache: PagedKV, plan: BatchPlan) -> None:
         self.cache = cache
         self.plan = plan
-        self.fresh = bool((plan.rows == plan.kv_lengths).all())  # nothing cached before: prefill
+        # Nothing cached before, nothing but causal: prefill.
+        self.fresh = plan.trees is None and bool((plan.rows == plan.kv_lengths).all())
         self._groups: dict[int | None, list[_Group]] = {}  # by window
 
     @classmethod
@@ -270,7 +309,11 @@ def _passed(plan: BatchPlan, window: int | None) -> np.ndarray:
     """Cached rows of each sequence that lie before every row's window [B]."""
     if window is None:
         return np.zeros_like(plan.kv_lengths)
-    return np.maximum(plan.kv_lengths - plan.rows - window + 1, 0)
+    first = plan.kv_lengths - plan.rows
+    for index, tree in enumerate(plan.trees or ()):
+        if tree is not None:
+            first[index] = tree.positions.min()
+    return np.maximum(first - window + 1, 0)
 
 
 def _group(plan: BatchPlan, members: np.ndarray, dtype: torch.dtype, window: int | None) -> _Group:
@@ -280,11 +323,7 @@ def _group(plan: BatchPlan, members: np.ndarray, dtype: torch.dtype, window: int
     column = passed[:, None] + np.arange(cached)  # [B, C]
     slots = plan.kv_page_indices[_padded_page(plan, members, column)] * plan.page_size
     slots = slots + column % plan.page_size
-    # Row r of a sequence with `length` cached rows stands at position length - rows + r and sees up to itself.
-    position = lengths[:, None] - rows + np.arange(rows)  # [B, R]
-    seen = column[:, None, :] <= position[:, :, None]
-    if window is not None:
-        seen &= column[:, None, :] > position[:, :, None] - window
+    seen = _seen(plan, members, column, window)
     device = plan.slots.device
     mask = None
     if not seen.all():
@@ -299,6 +338,31 @@ def _group(plan: BatchPlan, members: np.ndarray, dtype: torch.dtype, window: int
         slots=torch.from_numpy(slots.reshape(-1)).to(device),
         mask=mask,
     )
+
+
+def _seen(
+    plan: BatchPlan, members: np.ndarray, column: np.ndarray, window: int | None
+) -> np.ndarray:
+    """Which cached rows, in places `column` [B, C], each row sees, bool [B, R, C]."""
+    rows, lengths = int(plan.rows[members[0]]), plan.kv_lengths[members]
+    # Row r of a sequence with `length` cached rows stands in place length - rows + r and sees up to itself.
+    row_position = lengths[:, None] - rows + np.arange(rows)
+    seen = column[:, None, :] <= row_position[:, :, None]
+    position = column
+    for index, member in enumerate(members if plan.trees else ()):
+        tree = plan.trees[member] if plan.trees else None
+        if tree is None:
+            continue
+        if position is column:
+            position = column.copy()
+        row_position[index] = tree.positions
+        inside = (column[index] >= tree.base) & (column[index] < tree.base + len(tree.depth))
+        node = column[index][inside] - tree.base
+        position[index][inside] = tree.base + tree.depth[node]
+        seen[index][:, inside] = tree.seen[:, node]
+    if window is not None:
+        seen &= position[:, None, :] > row_position[:, :, None] - window
+    return seen
 
 
 def _padded_page(plan: BatchPlan, members: np.ndarray, column: np.ndarray) -> np.ndarray:

@@ -2,34 +2,28 @@
 
 Knows neither requests nor verification; the engine plans the batch.
 
-A head of one module per depth needs more than its newest row. Its first module sees verified rows once, in `observe`.
-Module s needs token x[r+1+s] of row r, so that its last s rows are waiting for tokens, and are read all the same by the
-rows after them. `propose` runs them with drafts in the tokens' places, and again when the tokens are known: every time
-over all rows that have come since, and over D-1 before, in one causal pass per module, as in training.
-
-    x[0..5] known, D = 3     row  0   1   2   3   4
-    module 0                     x1  x2  x3  x4  x5   verified: run once
-    module 1                     x2  x3  x4  x5  d1   d1, d2: this step's drafts
-    module 2                     x3  x4  x5  d1  d2
-
-Shapes: T rows, B sequences, K drafts, D hidden width, V vocabulary, U the head's own vocabulary, W waiting rows.
+Shapes: T rows, B sequences, N drafts, D hidden width, V vocabulary, U the head's own vocabulary, W waiting rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from mtp_train.attention.paged import BatchPlan, PagedContext, PagedKV, plan_before
+from mtp_train.attention.paged import BatchPlan, PagedContext, PagedKV, TreeRows
 from mtp_train.core.errors import UserError
 from mtp_train.engine.clock import Clock
-from mtp_train.engine.sampling import Randomness, Sampling, draw, probabilities
+from mtp_train.engine.sampling import Randomness, Rules
 from mtp_train.heads.base import DraftHead
 from mtp_train.models.target import Target
+
+# (starts, rows, trees) of the step's sequences, in order -> their plan.
+Planner = Callable[[list[int], list[int], "list[TreeRows] | None"], BatchPlan]
 
 
 @dataclass(frozen=True)
@@ -39,11 +33,13 @@ class Waiting:
     token_W: Tensor  # x[p+1] of each row
     state_WD: Tensor  # the first module's output
 
-    def after(self, earlier: Waiting, kept: int) -> Waiting:
-        """With the last `kept` rows of those before."""
+    def last(self, rows: int) -> Waiting:
+        return Waiting(self.token_W[-rows:], self.state_WD[-rows:])
+
+    def after(self, earlier: Waiting) -> Waiting:
         return Waiting(
-            torch.cat([earlier.token_W[-kept:], self.token_W]),
-            torch.cat([earlier.state_WD[-kept:], self.state_WD]),
+            torch.cat([earlier.token_W, self.token_W]),
+            torch.cat([earlier.state_WD, self.state_WD]),
         )
 
 
@@ -52,7 +48,7 @@ class Carry:
     """What a proposer keeps per sequence between steps: the head's output at the newest verified row.
 
     waiting: one per sequence for a head of one module per depth, else none.
-    lag: rows whose deepest tokens were not known at the last step.
+    lag: rows whose deepest tokens are not known.
     """
 
     state_BD: Tensor
@@ -60,40 +56,103 @@ class Carry:
     waiting: tuple[Waiting, ...] = ()
     lag: int = 0
 
-    def select(self, keep: list[int]) -> Carry:
-        index = torch.tensor(keep, dtype=torch.int64, device=self.state_BD.device)
-        waiting = tuple(self.waiting[at] for at in keep) if self.lag else ()
-        return Carry(self.state_BD[index], self.logits_BU[index], waiting, self.lag)
+    def one(self, index: int) -> Carry:
+        """That of one sequence."""
+        part = slice(index, index + 1)
+        return Carry(self.state_BD[part], self.logits_BU[part], self.waiting[part], self.lag)
 
-    def join(self, other: Carry) -> Carry:
-        return Carry(
-            torch.cat([self.state_BD, other.state_BD]),
-            torch.cat([self.logits_BU, other.logits_BU]),
-            self.waiting + other.waiting,
-            self.lag,
+    @classmethod
+    def join(cls, parts: Sequence[Carry]) -> Carry:
+        waiting = tuple(rows for part in parts for rows in part.waiting)
+        return cls(
+            torch.cat([part.state_BD for part in parts]),
+            torch.cat([part.logits_BU for part in parts]),
+            waiting,
+            parts[0].lag,
         )
 
     def after(self, earlier: Carry | None) -> Carry:
-        """The carry of the same sequences' next rows."""
+        """The carry of the same sequences' next rows: none of those before was drafted from, or `used` was."""
         if earlier is None or not self.lag:
             return self
         pairs = zip(self.waiting, earlier.waiting, strict=True)
-        return replace(self, waiting=tuple(new.after(old, self.lag) for new, old in pairs))
+        return replace(self, waiting=tuple(new.after(old) for new, old in pairs))
+
+    def used(self) -> Carry:
+        """What is left to carry once drafts were made from it."""
+        return replace(self, waiting=tuple(rows.last(self.lag) for rows in self.waiting))
 
 
 @dataclass(frozen=True)
 class Draft:
-    """Proposed tokens, and the distributions they were drawn from unless they are argmaxes."""
+    """Proposed tokens.
 
-    token_BK: Tensor
-    p_BKV: Tensor | None
+    Attributes:
+        q_BNV: the distributions that they were drawn from, or stand in for; absent where nobody asked.
+        parent_BN: the row that each draft hangs on, as in `tree`; none is a chain.
+        count_B: drafts per sequence, where some have fewer than N; the rest is padding.
+    """
+
+    token_BN: Tensor
+    q_BNV: Tensor | None = None
+    parent_BN: np.ndarray | None = None
+    count_B: tuple[int, ...] | None = None
+
+    def one(self, index: int) -> Draft:
+        """That of one sequence of a chain."""
+        part = slice(index, index + 1)
+        return Draft(self.token_BN[part], None if self.q_BNV is None else self.q_BNV[part])
+
+    @classmethod
+    def join(cls, parts: Sequence[Draft]) -> Draft:
+        kept = [part.q_BNV for part in parts if part.q_BNV is not None]
+        return cls(torch.cat([part.token_BN for part in parts]), torch.cat(kept) if kept else None)
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """What a proposer is given to draft one step of B sequences.
+
+    Attributes:
+        newest: position of each sequence's newest token.
+        tokens: every sequence's tokens so far.
+        drawn: draw drafts from q, rather than take its best; verification then needs q.
+        keep: rules by which q is wanted of drafts that aren't drawn.
+    """
+
+    cache: PagedKV
+    plan: Planner
+    newest: list[int]
+    tokens: list[list[int]]
+    carry: Carry | None
+    rules: Rules
+    random: Randomness
+    clock: Clock
+    drawn: bool
+    keep: Rules | None
 
 
 class Proposer(Protocol):
-    drafts: int  # K, 0 for plain decoding
-    cache_layers: int  # layers it needs in the paged cache, after the target's
-    states: tuple[str, ...]  # target states that it is shown, by name
-    ahead: int  # row p reads token x[p+ahead]: 1 beside the target's state, 0 without one
+    """
+    Attributes:
+        drafts: N, tokens drafted per step; 0 for plain decoding.
+        depth: of the longest path among them; N for a chain.
+        room: rows past the newest token that drafting writes at most.
+        cache_layers: layers it needs in the paged cache, after the target's.
+        states: target states that it is shown, by name.
+        ahead: row p reads token x[p+ahead]: 1 beside the target's state, 0 without one.
+        reach: tokens after a row on which what it caches there depends; None: pages can't be shared.
+        early: whether it can draft with no plan but its carry.
+    """
+
+    drafts: int
+    depth: int
+    room: int
+    cache_layers: int
+    states: tuple[str, ...]
+    ahead: int
+    reach: int | None
+    early: bool
 
     def observe(
         self,
@@ -112,16 +171,8 @@ class Proposer(Protocol):
         """
         ...
 
-    def propose(
-        self,
-        cache: PagedKV,
-        plans: list[BatchPlan],
-        carry: Carry | None,
-        sampling: Sampling,
-        random: Randomness,
-        clock: Clock,
-    ) -> Draft:
-        """Draft K tokens per sequence. plans[s] holds the row of draft step s+1 (K-1 plans)."""
+    def propose(self, step: Drafting) -> Draft | None:
+        """Draft N tokens per sequence; None if there is nothing to draft for any."""
         ...
 
 
@@ -129,9 +180,13 @@ class NoProposer:
     """Plain decoding: nothing is drafted, every step yields one token."""
 
     drafts = 0
+    depth = 0
+    room = 0
     cache_layers = 0
     states: tuple[str, ...] = ()
     ahead = 1
+    reach: int | None = 0
+    early = False
 
     def observe(
         self,
@@ -144,146 +199,53 @@ class NoProposer:
     ) -> None:
         return None
 
-    def propose(
-        self,
-        cache: PagedKV,
-        plans: list[BatchPlan],
-        carry: Carry | None,
-        sampling: Sampling,
-        random: Randomness,
-        clock: Clock,
-    ) -> Draft:
-        raise AssertionError("a plain engine never asks for drafts")
+    def propose(self, step: Drafting) -> None:
+        return None
 
 
-class ChainProposer:
-    """A head drafts a chain: its own output state and token are the next step's input.
+class HeadRunner:
+    """What every proposer that drafts with a head does: run it over planned rows, read its logits."""
 
-    Raises:
-        UserError: more drafts than the head has steps.
-    """
-
-    def __init__(self, target: Target, head: DraftHead, drafts: int) -> None:
-        assert drafts >= 1, "a chain drafts at least one token"
-        if head.steps is not None and drafts > head.steps:
-            rule = f"a {head.family} head drafts {head.steps} tokens at most, as it was trained"
-            raise UserError(rule, drafts, "lower the number of drafts")
+    def __init__(self, target: Target, head: DraftHead) -> None:
         self.target = target
         self.head = head.to(target.dtype).eval().requires_grad_(False)
         self.cache_layers = head.cache_layers
         self.states = head.states
         self.ahead = head.ahead
-        self.drafts = drafts
-        self.lag = min(head.depths, drafts) - 1
 
-    def observe(
+    def rows(
         self,
         cache: PagedKV,
         plan: BatchPlan,
-        next_T: Tensor,
-        states: dict[str, Tensor],
-        row_B: Tensor,
-        clock: Clock,
-    ) -> Carry:
-        with clock("head"):
-            out_TD = self._rows(cache, plan, next_T, self.head.fuse(states), 0)
-            state_BD = out_TD[row_B]
-            waiting = _waiting(plan, next_T, out_TD, row_B) if self.lag else ()
-        with clock("lm_head of the head"):
-            logits_BU = self.head.logits(self.target, state_BD, 0)
-        return Carry(state_BD, logits_BU, waiting, self.lag)
-
-    def propose(
-        self,
-        cache: PagedKV,
-        plans: list[BatchPlan],
-        carry: Carry | None,
-        sampling: Sampling,
-        random: Randomness,
-        clock: Clock,
-    ) -> Draft:
-        assert carry is not None, "observe before propose"
-        tokens: list[Tensor] = []
-        dists = []
-        depths = self._depths(cache, plans, carry, tokens)
-        state_BD, logits_BU = carry.state_BD, carry.logits_BU
-        for step in range(self.drafts):
-            with clock("sampling"):
-                token_B, p_BV = self._choose(logits_BU, sampling, random)
-            tokens.append(token_B)
-            dists.append(p_BV)
-            if step == self.drafts - 1:
-                break
-            with clock("head"):
-                if step < self.lag:
-                    state_BD = next(depths)
-                else:
-                    plan = plans[step - self.lag]
-                    state_BD = self._rows(cache, plan, token_B, state_BD, step + 1)
-            with clock("lm_head of the head"):
-                logits_BU = self.head.logits(self.target, state_BD, step + 1)
-        stacked = (
-            None if sampling.greedy else torch.stack([p for p in dists if p is not None], dim=1)
-        )
-        return Draft(torch.stack(tokens, dim=1), stacked)
-
-    def _depths(
-        self, cache: PagedKV, plans: list[BatchPlan], carry: Carry, drafted: list[Tensor]
-    ) -> Iterator[Tensor]:
-        """The outputs [B, D] of modules 1, 2, ... at each sequence's newest row; `drafted` grows in between."""
-        if not self.lag:
-            return
-        plan = plan_before(plans[0], [len(rows.token_W) for rows in carry.waiting])
-        last_B = plan.last_rows()
-        state_TD = torch.cat([rows.state_WD for rows in carry.waiting])
-        for step in range(1, self.lag + 1):
-            draft_BS = torch.stack(drafted, dim=1)
-            token_T = torch.cat(
-                [
-                    torch.cat([rows.token_W, draft_S])[step:]
-                    for rows, draft_S in zip(carry.waiting, draft_BS, strict=True)
-                ]
-            )
-            state_TD = self._rows(cache, plan, token_T, state_TD, step)
-            yield state_TD[last_B]
-
-    def _choose(
-        self, logits_BU: Tensor, sampling: Sampling, random: Randomness
-    ) -> tuple[Tensor, Tensor | None]:
-        """As `choose`, in the target's vocabulary: what the head can't draft has chance 0."""
-        token_B, p_BU = choose(logits_BU, sampling, random)
-        vocabulary_U = self.head.vocabulary
-        if vocabulary_U is None:
-            return token_B, p_BU
-        if p_BU is None:
-            return vocabulary_U[token_B], None
-        p_BV = p_BU.new_zeros(len(p_BU), self.target.vocab_size)
-        return vocabulary_U[token_B], p_BV.index_copy_(1, vocabulary_U, p_BU)
-
-    def _rows(
-        self, cache: PagedKV, plan: BatchPlan, token_T: Tensor, state_TD: Tensor, step: int
+        token_T: Tensor,
+        state_TD: Tensor,
+        step: int,
+        later: int = 0,
     ) -> Tensor:
-        """The head's outputs at draft step `step`: module s keeps row p, at position p+s, in row p's slot."""
-        position_T = plan.positions + min(step, self.lag)
+        """The head's outputs at draft step `step`, at positions `later` after the plan's [T, D]."""
         context = PagedContext.of(cache, plan)
         embedding_TD = self.head.embed(self.target, token_T)
-        return self.head.at(step)(embedding_TD, state_TD, position_T, context)
+        return self.head.at(step)(embedding_TD, state_TD, plan.positions + later, context)
+
+    def logits(self, state_ND: Tensor, step: int) -> Tensor:
+        return self.head.logits(self.target, state_ND, step)
+
+    def in_target(self, token: Tensor) -> Tensor:
+        """The head's ids as the target's."""
+        vocabulary_U = self.head.vocabulary
+        return token if vocabulary_U is None else vocabulary_U[token]
+
+    def over_target(self, q_BU: Tensor) -> Tensor:
+        """A distribution over the target's vocabulary [B, V]: what the head can't draft has chance 0."""
+        vocabulary_U = self.head.vocabulary
+        if vocabulary_U is None:
+            return q_BU
+        q_BV = q_BU.new_zeros(len(q_BU), self.target.vocab_size)
+        return q_BV.index_copy_(1, vocabulary_U, q_BU)
 
 
-def _waiting(plan: BatchPlan, next_T: Tensor, out_TD: Tensor, row_B: Tensor) -> tuple[Waiting, ...]:
-    """Each sequence's rows up to its row `row_B`."""
-    spans = [
-        slice(first, last + 1)
-        for first, last in zip(plan.qo_indptr[:-1].tolist(), row_B.tolist(), strict=True)
-    ]
-    return tuple(Waiting(next_T[span], out_TD[span]) for span in spans)
-
-
-def choose(
-    logits_BV: Tensor, sampling: Sampling, random: Randomness
-) -> tuple[Tensor, Tensor | None]:
-    """A token per sequence [B], and the distribution it was drawn from [B, V] unless greedy."""
-    if sampling.greedy:
-        return logits_BV.argmax(dim=-1), None
-    p_BV = probabilities(logits_BV, sampling.temperature)
-    return draw(p_BV, random), p_BV
+def require_steps(head: DraftHead, drafts: int) -> None:
+    """Raise if a head has fewer draft steps than a path is deep."""
+    if head.steps is not None and drafts > head.steps:
+        rule = f"a {head.family} head drafts {head.steps} tokens at most, as it was trained"
+        raise UserError(rule, drafts, "lower the number of drafts")

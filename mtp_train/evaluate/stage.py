@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from mtp_train.core.errors import UserError
 from mtp_train.core.progress import progress
+from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.engine import Engine, EngineConfig, RunStats
-from mtp_train.engine.propose import ChainProposer
 from mtp_train.engine.sampling import Sampling
 from mtp_train.engine.sequences import Completion, Request
 from mtp_train.evaluate.acceptance import acceptance

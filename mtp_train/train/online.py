@@ -17,8 +17,8 @@ from torch import Tensor
 
 from mtp_train.batches.pack import Features
 from mtp_train.core.errors import UserError
+from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.engine import Engine, EngineConfig
-from mtp_train.engine.propose import ChainProposer
 from mtp_train.engine.sequences import Completion, Request
 from mtp_train.heads.base import DraftHead
 from mtp_train.models.target import Target
