@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -11,7 +12,10 @@ import torch
 
 from mtp_train.checkpoint.heads import load_head
 from mtp_train.cli.job import Job
+from mtp_train.cli.main import guarded
 from mtp_train.cli.run_folder import run_stage
+from mtp_train.core.dist import Ranks
+from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import file_digest, versions, write_json
 from mtp_train.core.records import Accounting
 from mtp_train.evaluate import stage as measure
@@ -31,19 +35,24 @@ def stage(job: Job) -> None:
         "evaluate",
         inputs,
         lambda: _work(job, config),
+        job.process.ranks,
         whole=job.folder.evaluation.is_file,
     )
 
 
 def _work(job: Job, config: EvaluateConfig) -> Any:
-    target = job.target()
+    size = job.engine_config.tensor_parallel
+    ranks = require_together(job.process.ranks, size).grouped(size)
+    target = job.target(tensor_parallel=size)
     head, card = load_head(job.folder.head, target)
     sets = _sets(job, config)
     figures, completions = measure.measure_acceptance(target, head, sets, config, job.engine_config)
     requests = measure.spread(sets[0].requests, config.speed_prompts)
     speed = measure.measure_speed(target, head, requests, config) if requests else {}
     lossless = (
-        measure.measure_lossless(job.target("float32"), head, sets, config, job.engine_config)
+        measure.measure_lossless(
+            job.target("float32", tensor_parallel=size), head, sets, config, job.engine_config
+        )
         if config.lossless_prompts
         else {}
     )
@@ -70,6 +79,7 @@ def _work(job: Job, config: EvaluateConfig) -> Any:
             "cpu": platform.processor() or platform.machine(),
             "threads": torch.get_num_threads(),
             "device": job.device,
+            "ranks": ranks.world,
         },
         "k": config.drafts,
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -86,8 +96,21 @@ def _work(job: Job, config: EvaluateConfig) -> Any:
     }  # by evaluate.lossless_prompts=0, speed_prompts=0
     for name in [name for name, figures in left_out.items() if not figures]:
         del evaluation[name]
-    write_json(job.folder.evaluation, evaluation)
+    if ranks.main:
+        write_json(job.folder.evaluation, evaluation)
+    ranks.wait()
     return file_digest(job.folder.evaluation)
+
+
+def require_together(ranks: Ranks, size: int) -> Ranks:
+    """The ranks, if they hold one target together."""
+    if ranks.world != size:
+        raise UserError(
+            "evaluate runs on as many ranks as hold the target together, engine.tensor_parallel",
+            f"{ranks.world} ranks, engine.tensor_parallel={size}",
+            f"launch with torchrun --nproc-per-node {size} -m mtp_train.cli.evaluate ...",
+        )
+    return ranks
 
 
 def _sets(job: Job, config: EvaluateConfig) -> list[PromptSet]:
@@ -116,3 +139,7 @@ def curves(job: Job) -> list[dict[str, Any]]:
     """What the trainer wrote at every step and validation."""
     text = (job.folder.stage("train") / CURVES).read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(lambda: stage(Job(sys.argv[1:]))))

@@ -266,10 +266,9 @@ class Target:
 
 def transformers_own(target: Target) -> nn.Module:
     """transformers' own model with its own attention: weights, dtype and quantisation of a target with a folder."""
+    assert target.path is not None, "a toy has no folder"
     config = AutoConfig.from_pretrained(target.path)
-    plain = target.quantisation == folder_quantisation(
-        require_model_folder(cast(Path, target.path))
-    )
+    plain = target.quantisation == folder_quantisation(target.path)
     _, asked = loading(config, NONE if plain else target.quantisation, str(target.device))
     model = AutoModelForCausalLM.from_pretrained(
         target.path, config=config, dtype=target.dtype, **asked
@@ -405,7 +404,7 @@ def _spread(config: PreTrainedConfig, size: int) -> dict[str, Any]:
     uneven = [f"{count} {name} heads" for name, count in heads.items() if count % size]
     if uneven:
         raise UserError(
-            f"a target's heads must divide by precompute.tensor_parallel {size}",
+            f"a target's heads must divide by tensor_parallel {size}",
             " and ".join(uneven),
             "choose another number",
         )
