@@ -73,13 +73,17 @@ def proposers(target: Target) -> dict[str, Any]:
     }
 
 
-def outputs(target: Target) -> dict[str, list[list[Any]]]:
-    """Of every proposer and sampling: each request's tokens, and what was drafted and accepted on the way."""
+def outputs(target: Target, rank: int = 0) -> dict[str, list[list[Any]]]:
+    """Of every proposer and sampling: each request's tokens, and what was drafted and accepted on the way.
+
+    The draws of each rank are its own: it would say something else than the lead if it decided anything.
+    """
     found = {}
     for name, proposer in proposers(target).items():
         for kind, sampling in KINDS.items():
-            own = [replace(r, seed=n) if n % 2 else r for n, r in enumerate(REQUESTS)]
-            done = Engine(target, proposer, SMALL).generate(own, sampling)
+            own = [replace(r, seed=n + rank) if n % 2 else r for n, r in enumerate(REQUESTS)]
+            rules = replace(sampling, seed=sampling.seed + rank)
+            done = Engine(target, proposer, SMALL).generate(own, rules)
             found[f"{name}, {kind}"] = [told(one) for one in done]
     return found
 
@@ -110,7 +114,7 @@ def main(folder: Path) -> None:
             "backend": distributed.get_backend(),
             "shares": shares(drafting["mtp"].head),
             "draft model's layers": cached,
-            "outputs": outputs(target),
+            "outputs": outputs(target, ranks.rank),
         }
         (folder / f"{path.name}-{ranks.rank}.json").write_text(json.dumps(record))
     ranks.wait()

@@ -47,6 +47,8 @@ def test_two_ranks_give_one_ranks_tokens(name: str, folder: Path) -> None:
     for scheme, expected in one.items():
         for rank, record in enumerate(two):
             assert record["outputs"][scheme] == expected, (scheme, rank)
+    others = outputs(Target.load(folder / name, "float32"), rank=1)
+    assert others["plain, sampled"] != one["plain, sampled"]
     speculative = [steps for each in one.values() for _, _, steps in each]
     assert any(accepted for steps in speculative for _, accepted in steps)
 

@@ -29,14 +29,14 @@ def block_plan(target: Target, block: nn.Module) -> dict[str, str]:
     """transformers' style of each module and parameter of a block that has one, by name in the block."""
     own = isinstance(block, type(target.base.layers[-1]))
     config: Any = target.config if own else plain.Config
-    modules = dict(block.named_modules())
-    plan: dict[str, str] = {}
-    for pattern, style in (config.base_model_tp_plan or {}).items():
-        name = pattern.removeprefix("layers.*.")
-        if name in modules:
-            plan |= {
-                f"{name}.{one}": style for one, _ in modules[name].named_parameters(recurse=False)
-            }
-        if name in modules or name in dict(block.named_parameters()):
-            plan[name] = style
+    named = dict(block.named_modules()), dict(block.named_parameters())
+    pattern_style = (config.base_model_tp_plan or {}).items()
+    styles = {pattern.removeprefix("layers.*."): style for pattern, style in pattern_style}
+    plan = {name: style for name, style in styles.items() if any(name in known for known in named)}
+    for name in named[
+        1
+    ]:  # a module's style is that of its parameters, but for those with one of their own
+        module = name.rpartition(".")[0]
+        if module in plan:
+            plan.setdefault(name, plan[module])
     return plan
