@@ -76,13 +76,15 @@ def proposers(target: Target) -> dict[str, Any]:
 def outputs(target: Target, rank: int = 0) -> dict[str, list[list[Any]]]:
     """Of every proposer and sampling: each request's tokens, and what was drafted and accepted on the way.
 
-    The draws of each rank are its own: it would say something else than the lead if it decided anything.
+    Where no head is spread, which has to draw alike, the draws of each rank are its own: it would say something else
+    than the lead if it decided anything.
     """
     found = {}
     for name, proposer in proposers(target).items():
+        shift = 0 if name.startswith(("mtp", "eagle3", "medusa")) else rank
         for kind, sampling in KINDS.items():
-            own = [replace(r, seed=n + rank) if n % 2 else r for n, r in enumerate(REQUESTS)]
-            rules = replace(sampling, seed=sampling.seed + rank)
+            own = [replace(r, seed=n + shift) if n % 2 else r for n, r in enumerate(REQUESTS)]
+            rules = replace(sampling, seed=sampling.seed + shift)
             done = Engine(target, proposer, SMALL).generate(own, rules)
             found[f"{name}, {kind}"] = [told(one) for one in done]
     return found

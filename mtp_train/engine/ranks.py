@@ -5,6 +5,9 @@ taken, and a chain of draws parts for good at the first difference; so drafts, a
 the lead's, broadcast as integers, twice a step. Everything else (pages, batches, preemption, ends) follows from
 them and from the requests, which must be the same on every rank.
 
+While a spread head drafts, ranks choose alike: from the same sums and seeds. Should they not, its later drafts are
+worse and no less lossless, since the lead's are verified by the distributions that the lead drew them from.
+
 A draft model has no part in the target's plan and is small: it runs on the lead alone, and its distributions stay
 there, since nobody else's verification counts.
 
