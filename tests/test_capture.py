@@ -293,9 +293,7 @@ def test_two_ranks_hold_a_target_together_and_give_its_states(saved: Path, tmp_p
 
 
 def test_heads_that_do_not_divide_are_refused(saved: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"must divide by precompute.tensor_parallel 3; received 4 att"
-    ):
+    with pytest.raises(UserError, match=r"must divide by tensor_parallel 3; received 4 att"):
         Target.load(saved, "float32", tensor_parallel=3)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -894,6 +895,57 @@ def test_another_target_does_every_stage_again(
     assert again(capsys, folder) == dict.fromkeys(STAGES, True)
     assert head_bytes(folder) != before
     load_head(folder / "run" / "train" / "head", Target.load(folder / "target", "float32"))
+
+
+def test_a_quantised_target_is_another_target(
+    capsys: pytest.CaptureFixture[str], pipeline: Path, tmp_path: Path
+) -> None:
+    """Text, features, head and figures are then those of the quantised one, held to transformers' own quantised one."""
+    folder = copied(pipeline, tmp_path)
+    plain, run = Target.load(folder / "target", "float32"), folder / "run"
+    int8 = "target.quantisation=int8"
+    load_head(run / "train" / "head", plain)
+    assert guarded(lambda: dispatch("evaluate", overrides(folder, int8))) == 2
+    assert "own target (quantisation int8); received none" in capsys.readouterr().err
+    assert again(capsys, folder, int8) == dict.fromkeys(STAGES, True)
+    target = Target.load(folder / "target", "float32", quantisation="int8")
+    load_head(run / "train" / "head", target)
+    for name in ("train", "heldout"):
+        contract = FeatureStore(run / "precompute" / name).manifest.contract
+        assert (contract.quantisation, contract.target_hash) == ("int8", target.hash)
+    evaluation = json.loads((run / "evaluate" / "evaluation.json").read_text())
+    assert evaluation["target"]["quantisation"] == "int8"
+    assert evaluation["lossless"]["different"] == []
+    assert evaluation["lossless"]["transformers"]["different"] == []
+    assert "int8" in (run / "export" / "mimo_mtp" / "README.md").read_text()
+
+
+def test_ranks_that_hold_the_target_together_measure_what_one_does(
+    capsys: pytest.CaptureFixture[str], pipeline: Path, tmp_path: Path
+) -> None:
+    folder = copied(pipeline, tmp_path)
+    record = folder / "run" / "evaluate" / "evaluation.json"
+    alone = json.loads(record.read_text())
+    two = overrides(folder, "engine.tensor_parallel=2")
+    assert guarded(lambda: dispatch("evaluate", two)) == 2
+    assert "1 ranks, engine.tensor_parallel=2; launch with torchrun" in capsys.readouterr().err
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", "mtp_train.cli.evaluate", *two]
+    environment = {key: value for key, value in os.environ.items() if "PYTEST" not in key}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=500, cwd=REPOSITORY
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(record.read_text())
+    assert (alone["machine"]["ranks"], found["machine"]["ranks"]) == (1, 2)
+    for name in ("heldout", "ood"):
+        for kind in ("greedy", "sampled"):
+            figures, expected = (one["sets"][name][kind] for one in (found, alone))
+            for key in ("prompts", "tokens", "drafts", "tau", "per_position"):
+                assert figures[key] == expected[key], (name, kind, key)
+    assert found["lossless"]["different"] == found["lossless"]["transformers"]["different"] == []
+    assert found["validation"]["engine"] == pytest.approx(alone["validation"]["engine"], rel=1e-3)
 
 
 # --- regenerate, broken off -----------------------------------------------------------------------------------

@@ -88,6 +88,22 @@ def test_greedy_tokens_are_transformers_own_with_a_head_and_without(name: str) -
         assert tuple(out[0, prompt.shape[1] :].tolist()) == one.tokens
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_folder_in_the_published_layout_is_the_same_target(name: str, tmp_path: Path) -> None:
+    """Some publish one matrix per expert, transformers keeps a stack; ties and types as the config says."""
+    target = toy(name)
+    target.model.save_pretrained(tmp_path)  # type: ignore[operator]
+    again = Target.load(tmp_path, "float32")
+    kept = target.model.state_dict()
+    assert again.model.state_dict().keys() == kept.keys()
+    for tensor, value in again.model.state_dict().items():
+        assert torch.equal(value, kept[tensor]), tensor
+    small = EngineConfig(max_batch=3, cache_rows=256, page_size=4)
+    requests = [Request(str(n), tuple(range(1, n)), 12) for n in (3, 9, 20)]
+    found, expected = (Engine(one, None, small).generate(requests) for one in (again, target))
+    assert [one.tokens for one in found] == [one.tokens for one in expected]
+
+
 def test_a_block_with_biases_is_exported_with_them() -> None:
     target = Target.from_config(CONFIGS["qwen2"], seed=1)
     head = build(target, MtpConfig())

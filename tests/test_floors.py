@@ -49,6 +49,7 @@ LIBRARIES = {
     "yaml": ("cli",),
     "transformers": ("attention", "text", "models", "dialogue", "regenerate", "evaluate", "cli"),
     "flashinfer": ("attention",),
+    "torchao": ("models",),
     "torch": (
         "core/dist.py",
         "store",

@@ -47,6 +47,8 @@ BEGINNINGS = (
     "source",
 )  # options that a warm start has no use for
 
+OF_WEIGHTS = ("quantisation", "target_hash")  # what a warm start may differ in
+
 
 @dataclass(frozen=True)
 class HeadCard:
@@ -55,6 +57,7 @@ class HeadCard:
     Attributes:
         state: the target state that its lm_head reads.
         files: SHA-256 of what lies beside the tensors, by name.
+        quantisation: of the target that it was trained for.
         config: how it was trained.
         head: how it is made: the fields of its family's dataclass. `save_checkpoint` fills it in, and the hashes.
         measured: acceptance through the engine at this step, where training measured it: tau and what stands behind it.
@@ -68,6 +71,7 @@ class HeadCard:
     step: int
     sha256: str = ""  # of the tensor file
     files: dict[str, str] = field(default_factory=dict)
+    quantisation: str = "none"
     config: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=versions)
     head: dict[str, Any] = field(default_factory=dict)  # empty: the family's defaults
@@ -199,9 +203,10 @@ def require_match(card: HeadCard, target: Target, *, same_weights: bool = True) 
         ("hidden_size", card.hidden_size, target.hidden_size),
         ("vocab_size", card.vocab_size, target.vocab_size),
         ("state", card.state, target.state),
+        ("quantisation", card.quantisation, target.quantisation),
         ("target_hash", card.target_hash, target.hash),
     ):
-        if found != expected and (same_weights or name != "target_hash"):
+        if found != expected and (same_weights or name not in OF_WEIGHTS):
             raise UserError(
                 f"a head must be used with its own target ({name} {expected})",
                 found,

@@ -54,9 +54,10 @@ def _before(job: Job, config: EvaluateConfig) -> list[str]:
 
 
 def _work(job: Job, config: EvaluateConfig) -> Any:
-    ranks = job.process.ranks
+    size = job.engine_config.tensor_parallel
+    ranks = job.process.ranks.grouped(size)
     bench = Bench(job.folder.stage("evaluate") / "completions", ranks, config.seed)
-    target = job.target()
+    target = job.target(tensor_parallel=size)
     head, card = load_head(job.folder.head, target)
     sets = _sets(job, config)
     acceptance = measure.measure_acceptance(target, head, sets, config, job.engine_config, bench)
@@ -102,11 +103,11 @@ def _parts(
         validation = measure.validation_figures(
             target, head, answered, last_validation(job), config, bench
         )
-    if bench.ranks.main:
+    if not bench.ranks.unit:
         speed, model = measure_speeds(target, head, sets[0], accepted, config)
     bench.ranks.wait()  # the others leave the machine to it
     if config.lossless_prompts:
-        exact = job.target("float32")
+        exact = job.target("float32", tensor_parallel=job.engine_config.tensor_parallel)
         lossless = measure.measure_lossless(exact, head, sets, config, job.engine_config, bench)
     return {"validation": validation, "lossless": lossless, "speed": speed, "speed_model": model}
 
@@ -118,6 +119,7 @@ def _provenance(
         "target": {
             "path": str(target.path),
             "hash": target.hash,
+            "quantisation": target.quantisation,
             "hidden_size": target.hidden_size,
             "vocab_size": target.vocab_size,
             "layers": target.layers,

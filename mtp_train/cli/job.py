@@ -25,6 +25,7 @@ from mtp_train.export.formats import usual
 from mtp_train.export.layout import Layout
 from mtp_train.export.stage import ExportConfig, require_servable
 from mtp_train.heads.families import family_of
+from mtp_train.models.quantised import NONE, require_quantisation
 from mtp_train.models.target import (
     Target,
     load_tokenizer,
@@ -49,18 +50,21 @@ class TargetConfig:
     """The target and where it runs.
 
     Attributes:
+        quantisation: of its matrices, when it is loaded (models.quantised).
         chat_template_kwargs: what serving passes to the chat template beside the messages, such as
             {enable_thinking: false}.
     """
 
     path: str
     dtype: str = "bfloat16"
+    quantisation: str = NONE
     device: str = "auto"
     trust_remote_code: bool = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require_dtype(self.dtype)
+        require_quantisation(self.quantisation)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise UserError(
                 "target.device must be auto, cpu, cuda or cuda:N", self.device, "choose one"
@@ -117,12 +121,12 @@ class Process:
     """What the jobs of one process share.
 
     Attributes:
-        targets: by path, dtype and how much of it, "whole" or "ends".
-        digests: of a target folder's weights and texts, by path.
+        targets: by path, dtype, quantisation and how much of it, "whole" or "ends".
+        digests: of a target folder's weights and texts, by path and quantisation.
     """
 
-    targets: dict[tuple[str, str, str], Target] = field(default_factory=dict)
-    digests: dict[str, tuple[str, list[str]]] = field(default_factory=dict)
+    targets: dict[tuple[str, str, str, str], Target] = field(default_factory=dict)
+    digests: dict[tuple[str, str], tuple[str, list[str]]] = field(default_factory=dict)
 
     @cached_property
     def ranks(self) -> Ranks:
@@ -167,6 +171,7 @@ class Job:
         transformers_logging.disable_progress_bar()
         transformers_logging.set_verbosity_error()
         logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # tells of ends only
+        logging.getLogger("torchao").setLevel(logging.ERROR)  # tells of kernels for other machines
         if self.run.threads:
             torch.set_num_threads(self.run.threads)
 
@@ -202,8 +207,8 @@ class Job:
         ends: its ends are enough (see models.partial); the whole one does as well where it is there already.
         """
         values, targets = self.target_config, self.process.targets
-        whole = (values.path, dtype or values.dtype, "whole")
-        wanted = (*whole[:2], "ends") if ends and whole not in targets else whole
+        whole = (values.path, dtype or values.dtype, values.quantisation, "whole")
+        wanted = (*whole[:3], "ends") if ends and whole not in targets else whole
         if wanted not in targets:
             targets[wanted] = Target.load(
                 *wanted[:2],
@@ -211,6 +216,7 @@ class Job:
                 trust_remote_code=values.trust_remote_code,
                 tensor_parallel=tensor_parallel,
                 ends=ends,
+                quantisation=values.quantisation,
             )
         return targets[wanted]
 
@@ -226,10 +232,11 @@ class Job:
         """What of the target a stage depends on."""
         values, digests = self.target_config, self.process.digests
         folder = require_model_folder(values.path)
-        if values.path not in digests:
+        key = values.path, values.quantisation
+        if key not in digests:
             texts = [folder_digest(folder, pattern) for pattern in ("*.json", "*.jinja")]
-            digests[values.path] = target_hash(folder), texts
-        weights, texts = digests[values.path]
+            digests[key] = target_hash(folder, values.quantisation), texts
+        weights, texts = digests[key]
         return {
             "hash": weights,
             "texts": texts,

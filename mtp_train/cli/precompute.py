@@ -15,6 +15,8 @@ from mtp_train.cli.main import guarded
 from mtp_train.cli.plan import announce
 from mtp_train.cli.run_folder import run_stage
 from mtp_train.core.dist import Ranks
+from mtp_train.core.errors import UserError
+from mtp_train.models.quantised import NONE
 from mtp_train.models.readout import Readout
 from mtp_train.precompute.estimate import PlanConfig
 from mtp_train.precompute.live import prepare_live
@@ -69,6 +71,12 @@ def _source(job: Job, config: PrecomputeConfig, stack: ExitStack) -> StateSource
     if not config.vllm.python:
         target = job.target(tensor_parallel=config.tensor_parallel)
         return EngineStates(target, config.states)
+    if values.quantisation != NONE:
+        raise UserError(
+            "vLLM captures a target as its folder holds it",
+            f"target.quantisation={values.quantisation}",
+            "leave precompute.vllm.python empty, or name a folder that is quantised already",
+        )
     readout = Readout.load(values.path, values.dtype, trust_remote_code=values.trust_remote_code)
     return stack.enter_context(VllmStates(readout, config.vllm, values.dtype, config.states))
 

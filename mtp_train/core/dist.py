@@ -85,7 +85,7 @@ class Ranks:
             return self
         if self.world % size or self.store is None:
             raise UserError(
-                "the number of ranks must be a multiple of precompute.tensor_parallel",
+                "the number of ranks must be a multiple of tensor_parallel",
                 f"{self.world} ranks, tensor_parallel {size}",
                 f"launch with torchrun --nproc-per-node {size}, or a multiple of it",
             )

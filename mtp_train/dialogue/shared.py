@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mtp_train.core.dist import Ranks
@@ -32,7 +33,10 @@ class SharedJournal:
             gather(path)
         ranks.wait()
         self.before = Journal(path)
-        self._own = Journal(path.with_suffix(f".rank-{ranks.rank}.journal"))
+        # Ranks that hold one target together do the same work; one of them keeps it.
+        own = path.with_suffix(f".rank-{ranks.rank}.journal")
+        self._scratch = None if ranks.leader else TemporaryDirectory()
+        self._own = Journal(Path(self._scratch.name) / own.name if self._scratch else own)
 
     def __contains__(self, key: str) -> bool:
         return key in self._own or key in self.before
@@ -49,6 +53,8 @@ class SharedJournal:
     def close(self) -> None:
         self._own.close()
         self.before.close()
+        if self._scratch:
+            self._scratch.cleanup()
 
     def finish(self, order: Iterable[str]) -> None:
         """Put all ranks' rows into the one file, in the order of these keys. Rows with other keys go."""

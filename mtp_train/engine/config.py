@@ -27,6 +27,7 @@ class EngineConfig:
         order: `overlapped` shows the head what was verified before the host knows what was accepted, and drafts one
             token ahead at once where one is all; `plain` does one thing after the other. The tokens are the same.
         attention: `flashinfer`, `torch`, or `auto`: FlashInfer where there is a GPU and the package.
+        tensor_parallel: ranks that hold target and head together, where a stage loads them for an engine.
         alphas: measure sum over tokens of min(p, q) at every draft position that is reached.
     """
 
@@ -40,9 +41,10 @@ class EngineConfig:
     order: str = "overlapped"
     attention: str = "auto"
     alphas: bool = False
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "page_size", "cache_rows", "prefill_rows"):
+        for name in ("max_batch", "page_size", "cache_rows", "prefill_rows", "tensor_parallel"):
             if getattr(self, name) < 1:
                 raise UserError(f"engine.{name} must be 1 or more", getattr(self, name), "raise it")
         for name, known in (("verification", VERIFICATIONS), ("order", ORDERS)):

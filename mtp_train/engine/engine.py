@@ -26,6 +26,8 @@ __all__ = ["Engine", "EngineConfig", "RunStats"]
 class Engine:
     """Generates completions for requests.
 
+    Ranks that hold a target together make the same calls with the same requests, and get the same tokens.
+
     Args:
         proposer: who drafts; none for plain decoding.
     """
@@ -34,8 +36,8 @@ class Engine:
         self, target: Target, proposer: Proposer | None = None, config: EngineConfig | None = None
     ) -> None:
         self.config = config or EngineConfig()
-        self.proposer: Proposer = proposer or NoProposer()
-        self.parts = Parts(target, self.proposer, self.config)
+        self.parts = Parts(target, proposer or NoProposer(), self.config)
+        self.proposer: Proposer = self.parts.proposer
         self.stats = RunStats(0.0, {}, 0, 0)
 
     @torch.inference_mode()

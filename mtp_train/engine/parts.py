@@ -10,16 +10,19 @@ from mtp_train.attention.paged import PagedKV
 from mtp_train.engine.config import EngineConfig
 from mtp_train.engine.pages import PageAllocator
 from mtp_train.engine.propose import Proposer
+from mtp_train.engine.ranks import Together
 from mtp_train.engine.sampling import Sampling
 from mtp_train.engine.sequences import Request
 from mtp_train.models.target import Target
 
 
 class Parts:
-    """Target, proposer, pages and cache."""
+    """Target, proposer, pages and cache, and the ranks that hold them together."""
 
     def __init__(self, target: Target, proposer: Proposer, config: EngineConfig) -> None:
-        self.target, self.proposer, self.config = target, proposer, config
+        self.target, self.config = target, config
+        self.together = Together(target.tensor_parallel)
+        self.proposer = proposer = self.together.drafting(proposer)
         pages = config.cache_rows // config.page_size
         self.pages = PageAllocator(pages, config.page_size, proposer.reach or 0)
         self.backend = backend_for(target.device, config.attention)

@@ -7,6 +7,7 @@ Shapes: T rows, B sequences, N drafts, D hidden width, V vocabulary, U the head'
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -20,6 +21,7 @@ from mtp_train.core.errors import UserError
 from mtp_train.engine.clock import Clock
 from mtp_train.engine.sampling import Randomness, Rules
 from mtp_train.heads.base import DraftHead
+from mtp_train.models.spread import spread_block
 from mtp_train.models.target import Target
 
 # (starts, rows, trees) of the step's sequences, in order -> their plan.
@@ -208,7 +210,7 @@ class HeadRunner:
 
     def __init__(self, target: Target, head: DraftHead) -> None:
         self.target = target
-        self.head = head.to(target.dtype).eval().requires_grad_(False)
+        self.head = spread(target, head.to(target.dtype).eval().requires_grad_(False))
         self.cache_layers = head.cache_layers
         self.states = head.states
         self.ahead = head.ahead
@@ -242,6 +244,16 @@ class HeadRunner:
             return q_BU
         q_BV = q_BU.new_zeros(len(q_BU), self.target.vocab_size)
         return q_BV.index_copy_(1, vocabulary_U, q_BU)
+
+
+def spread(target: Target, head: DraftHead) -> DraftHead:
+    """The head, or a copy that holds this rank's share of its blocks where several hold the target."""
+    if target.tensor_parallel == 1 or not head.decoder_blocks():
+        return head
+    own = copy.deepcopy(head)
+    for block in own.decoder_blocks():
+        spread_block(target, block)
+    return own
 
 
 def require_steps(head: DraftHead, drafts: int) -> None:

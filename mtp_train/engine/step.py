@@ -98,6 +98,7 @@ class Step:
     ) -> None:
         self.target, self.cache = parts.target, parts.cache
         self.proposer, self.config = parts.proposer, parts.config
+        self.together = parts.together
         self.clock, self.random = clock, random
         self._rules: dict[tuple[Sampling, ...], Rules] = {}
 
@@ -120,6 +121,7 @@ class Step:
             verdict = self._verify(decoding, draft, tree, logits_BRV) if decoding else None
             first_E = self._first(batch.complete(), logits_EV) if batch.ending else None
         finite = _finite(logits_BRV[:, 0], logits_EV)
+        verdict, first_E, finite = self._agreed(verdict, first_E, finite)
         if tree is not None and verdict is not None:
             self._compact(plan, verdict, rows)
         shown = _Shown(starts, plan, states, row_BR, chunk_T, verdict, first_E, tree)
@@ -152,7 +154,7 @@ class Step:
     def _propose(self, sequences: list[Sequence]) -> Draft | None:
         rules = self._rules_of(sequences)
         carries = [sequence.carry for sequence in sequences]
-        return self.proposer.propose(
+        draft = self.proposer.propose(
             Drafting(
                 self.cache,
                 lambda starts, rows, trees: self._plan_of(sequences, starts, rows, trees),
@@ -166,6 +168,7 @@ class Step:
                 keep=self._alpha_rules(sequences) if self.config.alphas else None,
             )
         )
+        return self.together.agree_on(draft)
 
     # --- verify -----------------------------------------------------------------------------------------------
 
@@ -247,6 +250,20 @@ class Step:
         )
         path_BD = path_rows(row_B, tree.seen_BRR, self.proposer.depth)
         return Verdict(accepted_B, following_B, path_BD, alpha_BK)
+
+    def _agreed(
+        self, verdict: Verdict | None, first_E: Tensor | None, finite: Tensor
+    ) -> tuple[Verdict | None, Tensor | None, Tensor]:
+        """What the lead rank made of the batch."""
+        own = [finite]
+        own += [] if first_E is None else [first_E]
+        own += [] if verdict is None else [verdict.accepted_B, verdict.following_B, verdict.path_BD]
+        finite, *said = self.together.agree(own)
+        first_E = None if first_E is None else said.pop(0)
+        if verdict is not None:
+            accepted_B, following_B, path_BD = said
+            verdict = Verdict(accepted_B, following_B, path_BD, verdict.alpha_BK)
+        return verdict, first_E, finite
 
     def _first(self, ending: list[Sequence], logits_EV: Tensor) -> Tensor:
         """The token that follows each prompt that ends in this batch [E]."""

@@ -10,10 +10,9 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from mtp_train.core.errors import UserError
 from mtp_train.engine.engine import Engine, EngineConfig
@@ -25,7 +24,7 @@ from mtp_train.evaluate.runs import Bench, Run
 from mtp_train.evaluate.sets import PromptSet, require_names, spread
 from mtp_train.evaluate.validation import answer_sums, names, summary
 from mtp_train.heads.base import DraftHead
-from mtp_train.models.target import Target
+from mtp_train.models.target import Target, transformers_own
 
 ANSWERED = ("heldout", "ood")  # sets of regenerated answers
 
@@ -135,7 +134,7 @@ def measure_lossless(
     """Greedy speculative against plain decoding, and plain decoding against transformers' generate; of conversations,
     the first turns.
 
-    `target` should be in float32: bfloat16 has ties at every step. Only the main rank compares.
+    `target` should be in float32: bfloat16 has ties at every step. Only the first unit of ranks compares.
     """
     together = _lossless_prompts(sets, config)
 
@@ -150,14 +149,13 @@ def measure_lossless(
         "lossless.plain", together, lambda: Engine(target, None, engine_config), 0.0
     ).completions
     drafted = bench.run("lossless.speculative", together, speculative, 0.0).completions
-    if not bench.ranks.main:
+    if bench.ranks.unit:
         return {}
     drafted_keys = {completion.key for completion in drafted}  # its drafts' rows take some room
     plain = tuple(completion for completion in plain if completion.key in drafted_keys)
     result = compare(target, plain, drafted)
     if config.reference_prompts and target.path is not None:
-        loaded = AutoModelForCausalLM.from_pretrained(target.path, dtype=target.dtype)
-        reference = cast(torch.nn.Module, loaded).to(target.device)
+        reference = transformers_own(target)
         some = spread(plain, config.reference_prompts)
         theirs = [
             replace(completion, tokens=transformers_greedy(target, completion, reference))

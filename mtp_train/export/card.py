@@ -7,6 +7,7 @@ from typing import Any
 
 from mtp_train.core.provenance import versions
 from mtp_train.export.layout import Layout
+from mtp_train.models.quantised import NONE
 from mtp_train.models.target import Target
 
 DRAFTS = 3  # of the commands where nothing was measured
@@ -35,6 +36,7 @@ def model_card(
         if words
         else ""
     )
+    quantised = "" if target.quantisation == NONE else f", quantised as {target.quantisation}"
     return f"""---
 license: other # that of the target's weights and of your training data: fill it in
 license_name:
@@ -46,7 +48,7 @@ tags: [speculative-decoding, {layout.family}]
 # Draft head for {target.path.name if target.path else "the target"}
 
 A head of family {layout.family} in the {layout.name} layout. It drafts for one target only: the weights that
-mtp_train's `target_hash` calls `{target.hash}`. It has no tokenizer: that is the target's.
+mtp_train's `target_hash` calls `{target.hash}`{quantised}. It has no tokenizer: that is the target's.
 
 {_measured(greedy)}
 

@@ -75,6 +75,10 @@ class DraftHead(nn.Module, ABC):
         """What runs draft step `step` (from 0)."""
         return self
 
+    def decoder_blocks(self) -> list[nn.Module]:
+        """Its decoder blocks, which ranks that hold a target together share as they do the target's."""
+        return []
+
     def require_rollout(self, steps: int) -> None:
         """Raise unless a rollout of so many steps trains every part of the head, and no step that it has not."""
         if self.steps is not None and steps != self.steps:

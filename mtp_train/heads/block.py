@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mtp_train.attention.interface import AttentionContext
 from mtp_train.core.errors import UserError
 from mtp_train.models import plain
+from mtp_train.models.quantised import as_numbers
 from mtp_train.models.target import Target, by_layer_type
 
 HEAD_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
@@ -209,7 +210,7 @@ def start_linears(head: nn.Module, target: Target) -> None:
 
 def float_state(module: nn.Module) -> dict[str, Tensor]:
     """A frozen module's tensors as a head begins: in float32 on the CPU."""
-    return {name: value.float().cpu() for name, value in module.state_dict().items()}
+    return {name: as_numbers(value).float().cpu() for name, value in module.state_dict().items()}
 
 
 def _epsilon(norm: nn.Module) -> float:

@@ -24,6 +24,7 @@ from mtp_train.attention.interface import AttentionContext
 from mtp_train.core.errors import UserError
 from mtp_train.heads.base import DraftHead
 from mtp_train.heads.block import Rotary
+from mtp_train.models.quantised import packed_matrices
 from mtp_train.models.sizes import folder_config
 from mtp_train.models.target import Target, config_of, config_values, require_same_tokens
 
@@ -147,6 +148,12 @@ def build(target: Target, config: DraftModelConfig, seed: int = 0) -> DraftModel
 
 def _load(target: Target, config: DraftModelConfig) -> Target:
     model = Target.load(config.path, "float32")
+    if packed_matrices(model.model):
+        raise UserError(
+            "a draft model must not be quantised: it is trained in float32",
+            f"{config.path} with {model.quantisation}",
+            "name the folder with its plain weights",
+        )
     if config.source not in ("", model.hash):
         raise UserError(
             f"head.path must hold the weights of head.source {config.source}",

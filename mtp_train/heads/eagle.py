@@ -68,6 +68,9 @@ class EagleHead(DraftHead):
         self.rotary = Rotary(target, config.block, config.layer)
         self.float()
 
+    def decoder_blocks(self) -> list[nn.Module]:
+        return [self.block]
+
     def forward(
         self, embedding_TD: Tensor, state_TD: Tensor, position_T: Tensor, context: AttentionContext
     ) -> Tensor:

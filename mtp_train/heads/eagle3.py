@@ -123,6 +123,9 @@ class Eagle3Head(DraftHead):
         self.rotary = Rotary(target, config.block, config.layer)
         self.float()
 
+    def decoder_blocks(self) -> list[nn.Module]:
+        return [self.block]
+
     def fuse(self, states: dict[str, Tensor]) -> Tensor:
         parts = [states[name] for name in self.states]
         if self.config.fc_norm:

@@ -111,6 +111,9 @@ class MtpHead(DraftHead):
         """The modules, that of depth 0 first."""
         return [self, *self.later]
 
+    def decoder_blocks(self) -> list[nn.Module]:
+        return [module.block for module in self.in_order()]
+
     def forward(
         self, embedding_TD: Tensor, state_TD: Tensor, position_T: Tensor, context: AttentionContext
     ) -> Tensor:

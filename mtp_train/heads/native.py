@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from mtp_train.core.errors import UserError
 from mtp_train.core.progress import say
 from mtp_train.heads.block import adds_one
+from mtp_train.models.quantised import times_scales
 from mtp_train.models.target import Target
 from mtp_train.models.weights import find_tensors, read_tensors
 
@@ -151,7 +152,7 @@ def set_module(
     )
     ours = {
         parts.get(name, f"block.{name.removeprefix(block)}"): value.float()
-        for name, value in whole(tensors, _scale_block(target)).items()
+        for name, value in whole(tensors, scale_block(target.path)).items()
     }
     ours = stack_experts(ours)
     if layout.hidden_first and "eh_proj.weight" in ours:
@@ -272,10 +273,7 @@ def whole(tensors: dict[str, Tensor], block: tuple[int, int]) -> dict[str, Tenso
             continue
         scale = tensors.get(name + SCALE)
         if scale is not None:
-            rows, columns = value.shape
-            scale = scale.repeat_interleave(block[0], 0)[:rows]
-            scale = scale.repeat_interleave(block[1], 1)[:, :columns]
-            value = value.float() * scale
+            value = times_scales(value, scale, block)
         made[name] = value
     return made
 
@@ -309,13 +307,6 @@ def _count(target: Target, files: Mapping[str, Path], layout: Layout) -> int:
 def _at(pattern: str, layout: Layout, target: Target, depth: int) -> str:
     block = layout.block.format(layer=target.layers + depth, depth=depth)
     return pattern.format(block=block, layer=target.layers + depth, depth=depth)
-
-
-def _scale_block(target: Target) -> tuple[int, int]:
-    quantised: Any = getattr(target.config, "quantization_config", None) or {}
-    found = quantised if isinstance(quantised, dict) else vars(quantised)
-    rows, columns = found.get("weight_block_size") or (128, 128)
-    return int(rows), int(columns)
 
 
 def _require_shared(target: Target, copies: dict[str, Tensor]) -> None:

@@ -20,6 +20,7 @@ from transformers.models.llama.modeling_llama import (
 from mtp_train.models.target import ROPE_TYPES, Target
 
 Layer, Norm, Rotary = LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+Config = LlamaConfig
 
 
 def plain_config(target: Target, other: Mapping[str, Any] | None = None) -> LlamaConfig:

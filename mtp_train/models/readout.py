@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from mtp_train.core.errors import UserError
+from mtp_train.models.quantised import folder_quantisation
 from mtp_train.models.target import (
     capped_logits,
     require_dtype,
@@ -59,6 +60,10 @@ class Readout:
     @property
     def hash(self) -> str:
         return target_hash(self.path)
+
+    @property
+    def quantisation(self) -> str:
+        return folder_quantisation(self.path)
 
     @property
     def layers(self) -> int:

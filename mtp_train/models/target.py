@@ -31,9 +31,16 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from mtp_train.attention import interface
 from mtp_train.core.errors import UserError
-from mtp_train.core.provenance import folder_digest
+from mtp_train.core.provenance import digest, folder_digest
 from mtp_train.models.packed import pack_linears
 from mtp_train.models.partial import ends_only
+from mtp_train.models.quantised import (
+    NONE,
+    folder_quantisation,
+    loading,
+    require_plain_ends,
+    require_quantisation,
+)
 
 MODEL_TYPES = (
     "llama",
@@ -59,17 +66,23 @@ PRE_NORM = "pre_norm"
 class Target:
     """A frozen causal language model: ragged rows in, post-final-norm states out.
 
-    `state` names what `forward` returns, as stores and heads record it.
+    `state` names what `forward` returns, and `quantisation` what its matrices were made of (see `quantised`), as stores
+    and heads record them.
     """
 
     state = POST_NORM
 
     def __init__(
-        self, model: nn.Module, path: Path | None = None, tensor_parallel: int = 1
+        self,
+        model: nn.Module,
+        path: Path | None = None,
+        tensor_parallel: int = 1,
+        quantisation: str = NONE,
     ) -> None:
         self.model = model.eval().requires_grad_(False)
         pack_linears(self.model)
         self.path = path
+        self.quantisation = quantisation
         self.tensor_parallel = tensor_parallel
         self.config: PreTrainedConfig = cast(Any, model).config
         self.base: Any = cast(Any, model).base_model
@@ -85,6 +98,7 @@ class Target:
         trust_remote_code: bool = False,
         tensor_parallel: int = 1,
         ends: bool = False,
+        quantisation: str = NONE,
     ) -> Target:
         """Load from a local folder of safetensors.
 
@@ -92,15 +106,20 @@ class Target:
             dtype: one of `DTYPES`; bfloat16 is what engines serve, float32 is for exact comparisons.
             tensor_parallel: ranks of this process's group that hold the target together, by transformers' own plan.
             ends: keep only what training on stored states needs; a forward then reads the layers from the files (see
-                `partial`).
+                `partial`). A quantised target is loaded whole.
+            quantisation: how a plain folder's matrices are quantised now: none, or one of `quantised.TORCHAO`.
         """
         folder = require_model_folder(path)
+        require_quantisation(quantisation)
         name, wanted = interface.register(), require_dtype(dtype)
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
             require_architecture(config)
+            quantised, asked = loading(config, quantisation, device)
+            if tensor_parallel > 1:
+                _require_plain(quantised, tensor_parallel)
             spread = _spread(config, tensor_parallel) if tensor_parallel > 1 else {}
-            if ends:
+            if ends and quantised == NONE:
                 places = ends_only(config, device, trust_remote_code=trust_remote_code)
                 spread = {"device_map": places} if places else {}
             model = AutoModelForCausalLM.from_pretrained(
@@ -111,7 +130,9 @@ class Target:
                 use_safetensors=True,
                 trust_remote_code=trust_remote_code,
                 **spread,
+                **asked,
             )
+            require_plain_ends(model)
         except UserError:
             raise
         except (OSError, ValueError, SafetensorError) as error:
@@ -121,7 +142,7 @@ class Target:
                 "copy the files again, or choose another target",
             ) from error
         placed = model if spread else cast(nn.Module, model).to(device)
-        return cls(placed, folder, tensor_parallel)
+        return cls(placed, folder, tensor_parallel, quantised)
 
     @classmethod
     def from_config(
@@ -241,8 +262,20 @@ class Target:
 
     @cached_property
     def hash(self) -> str:
-        """Digest of the weight files: heads and features are bound to it."""
-        return target_hash(self.path) if self.path else "unsaved"
+        """Digest of the weights: heads and features are bound to it."""
+        return target_hash(self.path, self.quantisation) if self.path else "unsaved"
+
+
+def transformers_own(target: Target) -> nn.Module:
+    """transformers' own model with its own attention: weights, dtype and quantisation of a target with a folder."""
+    assert target.path is not None, "a toy has no folder"
+    config = AutoConfig.from_pretrained(target.path)
+    plain = target.quantisation == folder_quantisation(target.path)
+    _, asked = loading(config, NONE if plain else target.quantisation, str(target.device))
+    model = AutoModelForCausalLM.from_pretrained(
+        target.path, config=config, dtype=target.dtype, **asked
+    )
+    return cast(nn.Module, model).to(target.device)
 
 
 def config_values(config: PreTrainedConfig) -> dict[str, Any]:
@@ -373,16 +406,28 @@ def _spread(config: PreTrainedConfig, size: int) -> dict[str, Any]:
     uneven = [f"{count} {name} heads" for name, count in heads.items() if count % size]
     if uneven:
         raise UserError(
-            f"a target's heads must divide by precompute.tensor_parallel {size}",
+            f"a target's heads must divide by tensor_parallel {size}",
             " and ".join(uneven),
             "choose another number",
         )
     return {"distributed_config": DistributedConfig(tp_size=size, tp_plan="auto")}
 
 
-def target_hash(path: str | Path) -> str:
-    """Digest of a target folder's weight files (16 hex digits)."""
-    return folder_digest(require_model_folder(path))
+def _require_plain(quantised: str, size: int) -> None:
+    if quantised != NONE:
+        raise UserError(
+            "a quantised target is held whole by each rank",
+            f"{quantised} with tensor_parallel {size}",
+            "set tensor_parallel to 1, or take the plain weights",
+        )
+
+
+def target_hash(path: str | Path, quantisation: str = NONE) -> str:
+    """Digest of a target folder's weight files, and of how they are quantised when loaded (16 hex digits)."""
+    folder = require_model_folder(path)
+    files = folder_digest(folder)
+    as_they_are = quantisation in (NONE, folder_quantisation(folder))
+    return files if as_they_are else digest([files, quantisation])
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

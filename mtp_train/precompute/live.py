@@ -76,7 +76,10 @@ class LiveFeatures:
     ) -> None:
         contract = manifest.contract
         contract.require(
-            target_hash=target.hash, dtype=_dtype(target), data_digest=corpus.note.digest
+            quantisation=target.quantisation,
+            target_hash=target.hash,
+            dtype=_dtype(target),
+            data_digest=corpus.note.digest,
         )
         contract.require_states(*(states or ()))
         self.target, self.corpus, self.manifest = target, corpus, manifest
@@ -192,6 +195,7 @@ def _contract(target: Target, states: tuple[str, ...], data_digest: str) -> Cont
         data_digest=data_digest,
         rows_per_shard=0,  # no shards
         rows_per_forward=0,  # as the packs are
+        quantisation=target.quantisation,
     )
 
 

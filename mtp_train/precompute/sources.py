@@ -40,6 +40,7 @@ class StateSource(Protocol):
     name: str
     states: tuple[str, ...]
     target_hash: str
+    quantisation: str
     hidden_size: int
     vocab_size: int
     dtype: str
@@ -61,7 +62,7 @@ class EngineStates:
     def __init__(self, target: Target, states: Sequence[str] = (Target.state,)) -> None:
         self.target = target
         self.states = expand_states(states, target.layers)
-        self.target_hash = target.hash
+        self.target_hash, self.quantisation = target.hash, target.quantisation
         self.hidden_size, self.vocab_size = target.hidden_size, target.vocab_size
         self.dtype = str(target.dtype).removeprefix("torch.")
 

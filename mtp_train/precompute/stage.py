@@ -102,6 +102,7 @@ def contract_for(
         data_digest=sequences_digest(sequences),
         rows_per_shard=config.rows_per_shard,
         rows_per_forward=config.rows_per_forward,
+        quantisation=source.quantisation,
     )
 
 

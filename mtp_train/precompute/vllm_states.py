@@ -46,7 +46,7 @@ class VllmStates:
     ) -> None:
         self.readout = readout
         self.states = expand_states(states, readout.layers)
-        self.target_hash = readout.hash
+        self.target_hash, self.quantisation = readout.hash, readout.quantisation
         self.vocab_size, self.hidden_size = readout.lm_head_VD.shape
         self.dtype = dtype
         # The last layer is always captured: the gate needs it.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ class Contract:
     data_digest: str
     rows_per_shard: int
     rows_per_forward: int
+    quantisation: str = "none"  # of the target; stores that don't say it are of plain ones
 
     def __post_init__(self) -> None:
         if not self.states or len(set(self.states)) < len(self.states):
@@ -137,7 +138,8 @@ def load_manifest(address: str | Path) -> Manifest:
         raise UserError(
             f"a store must have format {FORMAT}", raw.get("format"), "run precompute again"
         )
-    missing = {item.name for item in fields(Contract)} - set(raw.get("contract", ()))
+    needed = {item.name for item in fields(Contract) if item.default is MISSING}
+    missing = needed - set(raw.get("contract", ()))
     missing |= {item.name for item in fields(Manifest)} - set(raw)
     if missing:
         raise UserError(

@@ -74,7 +74,8 @@ class _Trainer:
     ) -> None:
         for store in (features, held_out):
             contract = store.manifest.contract
-            contract.require(target_hash=target.hash, hidden_size=target.hidden_size)
+            contract.require(quantisation=target.quantisation, target_hash=target.hash)
+            contract.require(hidden_size=target.hidden_size)
             contract.require_states(*dict.fromkeys((target.state, *head.states)))
         for name, store in (("features", features), ("held-out features", held_out)):
             if not store.manifest.loss_tokens:
@@ -286,6 +287,7 @@ class _Trainer:
             self.target.hidden_size,
             self.target.vocab_size,
             self.step,
+            quantisation=self.target.quantisation,
             config=asdict(self.config),
             measured=self._measured_now(),
         )
