@@ -7,9 +7,11 @@ import copy
 import pytest
 import torch
 from torch import nn
+from toys import toy_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mtp_train.attention.packed import PackedContext
+from mtp_train.heads.mtp import MtpConfig, build
 from mtp_train.models import packed
 from mtp_train.models.packed import PackedLinear, pack_linears, packable
 from mtp_train.models.target import Target
@@ -140,3 +142,21 @@ def test_float32_is_left_alone() -> None:
     assert not packable(whole[0])  # type: ignore[arg-type]
     pack_linears(whole)
     assert type(whole[0]) is nn.Linear
+
+
+@KERNELS
+def test_a_served_head_says_the_plain_products_bits() -> None:
+    target = Target.from_config(toy_config(**SIZES), dtype=torch.bfloat16)
+    head = build(target, MtpConfig())
+    served = copy.deepcopy(head).serving(target)
+    assert sum(isinstance(module, PackedLinear) for module in served.modules()) == 7 + 1
+    rows, position, context = (
+        torch.randn(2, 6, 128).bfloat16(),
+        torch.arange(6),
+        PackedContext([0, 6]),
+    )
+    with torch.inference_mode():
+        found = served(rows[0], rows[1], position, context)
+    with torch.enable_grad():
+        assert torch.equal(found, served(rows[0], rows[1], position, context))
+    assert all(parameter.dtype == torch.float32 for parameter in head.parameters())

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mtp_train.attention.interface import AttentionContext
 from mtp_train.core.errors import UserError
+from mtp_train.models.packed import pack_linears
 from mtp_train.models.target import POST_NORM, Target
 
 
@@ -73,6 +74,12 @@ class DraftHead(nn.Module, ABC):
 
     def at(self, step: int) -> DraftHead:
         """What runs draft step `step` (from 0)."""
+        return self
+
+    def serving(self, target: Target) -> DraftHead:
+        """This head as an engine runs it, changed in place: in the target's dtype, frozen, its weights packed."""
+        self.to(target.dtype).eval().requires_grad_(False)
+        pack_linears(self)
         return self
 
     def require_rollout(self, steps: int) -> None:
