@@ -68,7 +68,8 @@ class _Product:
         self.packed: Tensor | None = None
         self.bias = None
         if all(packable(layer) for layer in layers):
-            whole = torch.cat([layer.weight for layer in layers])
+            weights: list[Tensor] = [layer.weight for layer in layers]
+            whole = torch.cat(weights)
             self.packed = torch.ops.mkldnn._reorder_linear_weight(whole, ROWS)
             biases = [layer.bias for layer in layers if layer.bias is not None]
             self.bias = torch.cat(biases) if biases else None
