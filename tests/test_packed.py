@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 from toys import toy_config
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from mtp_train.attention.packed import PackedContext
+from mtp_train.heads.mtp import MtpConfig, build
 from mtp_train.models import packed
 from mtp_train.models.packed import PackedLinear, pack_linears, packable
 from mtp_train.models.target import Target
@@ -34,7 +35,7 @@ def test_outputs_are_the_plain_layers_bits(shape: tuple[int, ...], bias: bool) -
         assert torch.equal(layer(rows), plain(rows))
         sliced = torch.randn(4, 200).bfloat16()[:, 50:146]
         assert torch.equal(layer(sliced), plain(sliced))
-    assert layer._packed is not None
+    assert layer._product is not None and layer._product.packed is not None
 
 
 @KERNELS
@@ -60,27 +61,72 @@ def test_gradients_go_through_the_plain_product() -> None:
     layer = PackedLinear.like(linear())
     rows = torch.randn(2, 96).bfloat16().requires_grad_()
     layer(rows).sum().backward()
-    assert rows.grad is not None and layer._packed is None
+    assert rows.grad is not None and layer._product is None
+
+
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 160,
+    "vocab_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+}
 
 
 @KERNELS
-def test_a_models_names_and_ties_stay_and_its_states_are_the_same() -> None:
-    config = toy_config(
-        hidden_size=128, intermediate_size=160, vocab_size=256, tie_word_embeddings=True
-    )
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma2", "mixtral", "gpt_oss"])
+def test_a_models_states_are_the_plain_products_bits(kind: str) -> None:
+    config = AutoConfig.for_model(kind, **SIZES)
     target = Target.from_config(config, dtype=torch.bfloat16)
-    layers = [m for m in target.model.modules() if isinstance(m, PackedLinear)]
-    assert len(layers) == 2 * 7 + 1, "every projection and the lm_head"
+    packed_names = {n for n, m in target.model.named_modules() if isinstance(m, PackedLinear)}
+    assert {f"model.layers.1.self_attn.{x}_proj" for x in "qkvo"} | {"lm_head"} <= packed_names
     assert target.lm_head.weight is target.base.get_input_embeddings().weight
     token, position = torch.arange(12), torch.arange(12)
-    with torch.inference_mode():
-        state = target.forward(token, position, PackedContext([0, 12]))
-    assert all(layer._packed is not None for layer in layers[:-1])
     with torch.enable_grad():  # the plain products
-        plain = target.forward(token, position, PackedContext([0, 12]))
-    assert torch.equal(state, plain)
-    names = AutoModelForCausalLM.from_config(config).state_dict()
-    assert set(target.model.state_dict()) == set(names)
+        plain = target.logits(target.forward(token, position, PackedContext([0, 12])))
+    for _ in range(2):
+        with torch.inference_mode():
+            found = target.logits(target.forward(token, position, PackedContext([0, 12])))
+        assert torch.equal(found, plain)
+    assert set(target.model.state_dict()) == set(
+        AutoModelForCausalLM.from_config(config).state_dict()
+    )
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (linear(seed=seed) for seed in range(3))
+
+
+@KERNELS
+def test_projections_of_the_same_rows_are_one_product() -> None:
+    whole = Attention()
+    plain = copy.deepcopy(whole)
+    pack_linears(whole)
+    rows, other = torch.randn(2, 5, 96).bfloat16()
+    shared = whole.q_proj._shared
+    assert isinstance(shared, packed._Shared)
+    with torch.no_grad():
+        for x in (rows, other, rows):
+            for name in ("q_proj", "k_proj", "v_proj"):
+                assert torch.equal(getattr(whole, name)(x), getattr(plain, name)(x))
+        assert whole.k_proj._product is None, "none was computed alone"
+        assert shared.rows is None and not shared.outputs, "nothing is kept"
+        # Out of turn, about other rows, or after a weight was written: still right.
+        assert torch.equal(whole.q_proj(rows), plain.q_proj(rows))
+        assert torch.equal(whole.v_proj(other), plain.v_proj(other))
+        assert torch.equal(whole.k_proj(rows), plain.k_proj(rows))
+        assert torch.equal(whole.k_proj(rows), plain.k_proj(rows))
+        whole.v_proj.weight.mul_(2)
+        whole.q_proj(rows)
+        assert torch.equal(whole.v_proj(rows), 2 * plain.v_proj(rows))
+        again = copy.deepcopy(whole)
+        assert again.q_proj._shared is None
+        assert torch.equal(again.q_proj(rows), plain.q_proj(rows))
 
 
 @KERNELS
@@ -96,3 +142,21 @@ def test_float32_is_left_alone() -> None:
     assert not packable(whole[0])  # type: ignore[arg-type]
     pack_linears(whole)
     assert type(whole[0]) is nn.Linear
+
+
+@KERNELS
+def test_a_served_head_says_the_plain_products_bits() -> None:
+    target = Target.from_config(toy_config(**SIZES), dtype=torch.bfloat16)
+    head = build(target, MtpConfig())
+    served = copy.deepcopy(head).serving(target)
+    assert sum(isinstance(module, PackedLinear) for module in served.modules()) == 7 + 1
+    rows, position, context = (
+        torch.randn(2, 6, 128).bfloat16(),
+        torch.arange(6),
+        PackedContext([0, 6]),
+    )
+    with torch.inference_mode():
+        found = served(rows[0], rows[1], position, context)
+    with torch.enable_grad():
+        assert torch.equal(found, served(rows[0], rows[1], position, context))
+    assert all(parameter.dtype == torch.float32 for parameter in head.parameters())

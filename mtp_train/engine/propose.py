@@ -210,7 +210,7 @@ class HeadRunner:
 
     def __init__(self, target: Target, head: DraftHead) -> None:
         self.target = target
-        self.head = spread(target, head.to(target.dtype).eval().requires_grad_(False))
+        self.head = spread(target, head.to(target.dtype)).serving(target)
         self.cache_layers = head.cache_layers
         self.states = head.states
         self.ahead = head.ahead

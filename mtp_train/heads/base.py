@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mtp_train.attention.interface import AttentionContext
 from mtp_train.core.errors import UserError
+from mtp_train.models.packed import pack_linears
 from mtp_train.models.target import POST_NORM, Target
 
 
@@ -78,6 +79,12 @@ class DraftHead(nn.Module, ABC):
     def decoder_blocks(self) -> list[nn.Module]:
         """Its decoder blocks, which ranks that hold a target together share as they do the target's."""
         return []
+
+    def serving(self, target: Target) -> DraftHead:
+        """This head as an engine runs it, changed in place: in the target's dtype, frozen, its weights packed."""
+        self.to(target.dtype).eval().requires_grad_(False)
+        pack_linears(self)
+        return self
 
     def require_rollout(self, steps: int) -> None:
         """Raise unless a rollout of so many steps trains every part of the head, and no step that it has not."""

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from mtp_train.core.errors import UserError
 from mtp_train.core.progress import say
 from mtp_train.heads.block import adds_one
-from mtp_train.models.quantised import times_scales
+from mtp_train.models.quantised import scale_block, times_scales
 from mtp_train.models.target import Target
 from mtp_train.models.weights import find_tensors, read_tensors
 
