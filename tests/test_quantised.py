@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, TorchAoConfig
 from mtp_train.attention.packed import PackedContext
 from mtp_train.checkpoint.heads import HeadCard, load_head, save_checkpoint
 from mtp_train.core.errors import UserError
+from mtp_train.core.provenance import SEAL
+from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.engine import Engine, EngineConfig
-from mtp_train.engine.propose import ChainProposer
 from mtp_train.engine.sequences import Request
 from mtp_train.heads.eagle3 import Eagle3Config
 from mtp_train.heads.families import build_head
@@ -159,7 +160,7 @@ def test_a_store_and_a_head_that_do_not_say_are_of_plain_targets(
     save_checkpoint(tmp_path / "head", build(target, MtpConfig()), card)
     path = tmp_path / "head" / "head.json"
     values = json.loads(path.read_text())
-    del values["quantisation"]
+    del values["quantisation"], values[SEAL]
     path.write_text(json.dumps(values))
     assert load_head(tmp_path / "head", target)[1].quantisation == "none"
 
