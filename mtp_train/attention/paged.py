@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -137,12 +138,12 @@ class BatchPlan:
     def sequences(self) -> int:
         return len(self.qo_indptr) - 1
 
-    @property
+    @cached_property
     def rows(self) -> np.ndarray:
         """Rows per sequence [B]."""
         return np.diff(self.qo_indptr)
 
-    @property
+    @cached_property
     def kv_lengths(self) -> np.ndarray:
         """Cached rows per sequence, the batch's own included [B]."""
         return (np.diff(self.kv_page_indptr) - 1) * self.page_size + self.kv_last_page_len
