@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import evaluations
 import torch
 from accelerate import Accelerator
 from torch.distributed import TCPStore
@@ -22,13 +23,13 @@ from toys import conversations, make_lively_target, make_store, make_target, mak
 
 from mtp_train.core.dist import Ranks
 from mtp_train.core.records import Accounting
+from mtp_train.dialogue.journal import Journal
 from mtp_train.engine.engine import Engine, EngineConfig
 from mtp_train.heads.mtp import MtpConfig, build
 from mtp_train.precompute import stage as precomputing
 from mtp_train.precompute.sources import EngineStates
 from mtp_train.precompute.stage import PrecomputeConfig, precompute
 from mtp_train.regenerate import stage as answering
-from mtp_train.regenerate.journal import Journal
 from mtp_train.regenerate.stage import RegenerateConfig, regenerate
 from mtp_train.store import manifest, places
 from mtp_train.store.shards import FeatureStore
@@ -171,6 +172,22 @@ def regenerate_slowly(config: RegenerateConfig, out: Path, fate: str = "") -> No
         Journal.close = dies_at(1, Journal.close)  # type: ignore[method-assign]
     engine = Engine(target, None, ANSWERING)
     regenerate(engine, ChatTemplate(make_tokenizer()), frozenset({2}), config, "train", out)
+
+
+def evaluate_slowly(out: Path) -> None:
+    """Measure the toy head; `found.json` has the figures, `asked` how many completions this process made."""
+    torch.set_num_threads(1)
+    append, asked = Journal.append, []
+
+    def slow(journal: Journal, row: dict[str, Any]) -> None:
+        time.sleep(SLOW)
+        asked.append(row["id"])
+        append(journal, row)
+
+    Journal.append = slow  # type: ignore[method-assign]
+    found = evaluations.measure(out)
+    (out / "asked").write_text(str(len(asked)))
+    (out / "found.json").write_text(json.dumps({"sets": found.sets, "grid": found.grid}))
 
 
 def half_line(journal: Journal, row: dict[str, Any]) -> None:

@@ -29,6 +29,11 @@ SMALL_MODEL = config_values(
         tie_word_embeddings=False,
     )
 )
+OWN_LAYER: dict[str, Any] = {
+    "intermediate_size": 40,
+    "rms_norm_eps": 1e-3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+}
 VARIANTS: dict[str, Any] = {
     "mtp": MtpConfig(),
     **ONE_NORM_OUT,
@@ -37,6 +42,7 @@ VARIANTS: dict[str, Any] = {
     "mtp-3-modules": MtpConfig(modules=3),
     "mtp-llama": MtpConfig(block="llama"),
     "eagle": EagleConfig(),
+    "eagle-own-layer": EagleConfig(block="llama", layer=OWN_LAYER, init="random"),
     "eagle3": Eagle3Config(draft_vocabulary=40),
     "eagle3-whole": Eagle3Config(draft_vocabulary=0, norm_before_residual=True),
     "eagle3.1": Eagle3Config(draft_vocabulary=40, fc_norm=True, norm_output=True),

@@ -22,9 +22,11 @@ from mtp_train.checkpoint.heads import (
     save_checkpoint,
 )
 from mtp_train.core.errors import UserError
-from mtp_train.core.provenance import file_digest
+from mtp_train.core.provenance import SEAL, file_digest, sealed
 from mtp_train.export import mimo
-from mtp_train.export.stage import FORBIDDEN, ExportConfig, export_head, import_head, reload_check
+from mtp_train.export.check import check_export
+from mtp_train.export.layout import METHOD_WORDS
+from mtp_train.export.stage import RECORD, ExportConfig, export_head, import_head
 from mtp_train.heads.mtp import MtpConfig, MtpHead, build
 from mtp_train.models.target import Target
 
@@ -75,7 +77,10 @@ def test_a_head_comes_back_bit_for_bit(toy_target: Target, saved: Path) -> None:
     assert head.state_dict().keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in head.state_dict().items())
     assert {parameter.dtype for parameter in head.parameters()} == {torch.float32}
-    assert replace(found, sha256="") == card(toy_target)
+    assert replace(found, sha256="", files={}) == card(toy_target)
+    assert found.files == {
+        name: file_digest(saved / name) for name in ("more.safetensors", "note.json")
+    }
     assert found.sha256 == file_digest(saved / TENSORS)
     assert sorted(path.name for path in saved.iterdir()) == [
         CARD,
@@ -97,7 +102,13 @@ def test_saving_again_replaces_the_folder_as_a_whole(toy_target: Target, saved: 
 def test_the_same_head_gives_the_same_bytes(
     toy_target: Target, saved: Path, tmp_path: Path
 ) -> None:
-    save_checkpoint(tmp_path / "again", trained(toy_target), card(toy_target))
+    save_checkpoint(
+        tmp_path / "again",
+        trained(toy_target),
+        card(toy_target),
+        extra={"more.safetensors": {"x": torch.ones(2)}},
+        notes={"note.json": [1]},
+    )
     assert all(
         (saved / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
         for name in (CARD, TENSORS)
@@ -197,7 +208,9 @@ def test_damaged_tensors_are_refused_and_named(
 def retell(folder: Path) -> None:
     """Make the card name the tensor file's present bytes."""
     value = json.loads((folder / CARD).read_text())
-    (folder / CARD).write_text(json.dumps(value | {"sha256": file_digest(folder / TENSORS)}))
+    value.pop(SEAL)
+    value = sealed(value | {"sha256": file_digest(folder / TENSORS)})
+    (folder / CARD).write_text(json.dumps(value))
 
 
 def test_a_truncated_file_that_its_card_names_is_refused_still(
@@ -271,6 +284,11 @@ SHAPES = {
 }
 
 
+def forget(folder: Path) -> None:
+    """Make it another trainer's folder: without the record of what was written."""
+    (folder / RECORD).unlink()
+
+
 @pytest.fixture
 def exported(toy_target: Target, tmp_path: Path) -> Path:
     export_head(trained(toy_target), toy_target, ExportConfig(), tmp_path / "out", {})
@@ -342,7 +360,7 @@ def test_rope_scaling_reaches_the_config(tmp_path: Path) -> None:
 
 
 def test_a_head_goes_out_and_comes_back(toy_target: Target, exported: Path) -> None:
-    head = import_head(exported, toy_target)
+    _, head = import_head(exported, toy_target)
     expected = trained(toy_target).state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in head.state_dict().items())
 
@@ -390,7 +408,7 @@ def test_the_readme_names_the_target_and_the_figures(toy_target: Target, tmp_pat
         ),
         (
             lambda tensors: tensors.update({P + "input_proj.weight": torch.ones(32, 60)}),
-            r"eh_proj.weight \(32, 60\) for \(32, 64\)",
+            r"input_proj.weight \(32, 60\) for \(32, 64\)",
         ),
         (
             lambda tensors: tensors.update({P + "self_attn.k_proj.bias": torch.ones(16)}),
@@ -405,6 +423,7 @@ def test_a_folder_with_other_tensors_is_refused(
     tensors = load_file(exported / "model.safetensors")
     change(tensors)
     save_file(tensors, exported / "model.safetensors")
+    forget(exported)
     with pytest.raises(UserError, match=message):
         import_head(exported, toy_target)
 
@@ -417,8 +436,9 @@ def test_a_folder_without_biases_is_imported(toy_target: Target, exported: Path)
         if not name.endswith("bias")
     }
     save_file(tensors, exported / "model.safetensors")
+    forget(exported)
     assert torch.equal(
-        import_head(exported, toy_target).hnorm.weight, trained(toy_target).hnorm.weight
+        import_head(exported, toy_target)[1].hnorm.weight, trained(toy_target).hnorm.weight
     )
 
 
@@ -427,6 +447,7 @@ def test_another_architecture_is_refused(toy_target: Target, exported: Path) -> 
     (exported / "config.json").write_text(
         json.dumps(config | {"architectures": ["LlamaForCausalLM"]})
     )
+    forget(exported)
     with pytest.raises(UserError, match="known layout"):
         import_head(exported, toy_target)
 
@@ -434,7 +455,7 @@ def test_another_architecture_is_refused(toy_target: Target, exported: Path) -> 
 def test_a_block_that_the_layout_can_not_hold_is_refused(tmp_path: Path) -> None:
     target = make_target(attention_bias=True)
     with pytest.raises(
-        UserError, match=r"Llama-type block; received extra \['self_attn.o_proj.bias'\]"
+        UserError, match=r"mimo_mtp holds; .*LlamaDecoderLayer with self_attn\.o_proj\.bias"
     ):
         export_head(trained(target), target, ExportConfig(), tmp_path / "out", {})
     assert not (tmp_path / "out").exists()
@@ -444,14 +465,16 @@ def export_wrongly(
     target: Target, out: Path, monkeypatch: pytest.MonkeyPatch, wrong: Callable[[dict], object]
 ) -> None:
     """Export with a fault in what is written; reading stays as it is."""
-    right = mimo.export_tensors
+    right = mimo.MimoMtp.tensors
 
-    def tensors(head: MtpHead, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        made = right(head, dtype)
+    def tensors(
+        layout: mimo.MimoMtp, head: MtpHead, target: Target, dtype: torch.dtype
+    ) -> dict[str, torch.Tensor]:
+        made = right(layout, head, target, dtype)
         wrong(made)
         return made
 
-    monkeypatch.setattr(mimo, "export_tensors", tensors)
+    monkeypatch.setattr(mimo.MimoMtp, "tensors", tensors)
     export_head(trained(target), target, ExportConfig(), out, {})
 
 
@@ -534,7 +557,7 @@ def test_logits_that_are_not_numbers_are_no_equal_logits(
         export_head(head, toy_target, ExportConfig(), tmp_path / "out", {})
 
 
-@pytest.mark.parametrize("word", FORBIDDEN)
+@pytest.mark.parametrize("word", METHOD_WORDS)
 def test_a_path_that_vllm_would_misread_is_refused_before_anything_is_written(
     toy_target: Target, tmp_path: Path, word: str
 ) -> None:
@@ -545,12 +568,14 @@ def test_a_path_that_vllm_would_misread_is_refused_before_anything_is_written(
 
 
 def test_an_unknown_format_is_refused_with_the_choices() -> None:
-    with pytest.raises(UserError, match=r"export\.format must be one of mimo_mtp; received gguf"):
+    with pytest.raises(
+        UserError, match=r"export\.format must be one of auto, mimo_mtp.*; received gguf"
+    ):
         ExportConfig(format="gguf")
 
 
 def test_the_check_does_not_change_the_head_it_checks(toy_target: Target, exported: Path) -> None:
     head = trained(toy_target)
     before = {name: value.clone() for name, value in head.state_dict().items()}
-    assert set(reload_check(head, toy_target, exported).values()) == {0.0}
+    assert set(check_export(head, toy_target, mimo.MimoMtp(), exported).values()) == {0.0}
     assert all(torch.equal(value, before[name]) for name, value in head.state_dict().items())

@@ -22,13 +22,14 @@ from mtp_train.cli.config import conf_folder, load_config, section
 from mtp_train.cli.job import SECTIONS
 from mtp_train.cli.main import STAGES, dispatch, guarded
 from mtp_train.core.errors import UserError
+from mtp_train.dialogue.journal import Journal
 from mtp_train.engine.engine import EngineConfig
 from mtp_train.evaluate.stage import EvaluateConfig
+from mtp_train.export.formats import LAYOUTS
 from mtp_train.heads.families import FAMILIES
 from mtp_train.models.target import Target
 from mtp_train.precompute import estimate
 from mtp_train.precompute.stage import PrecomputeConfig
-from mtp_train.regenerate.journal import Journal
 from mtp_train.regenerate.stage import RegenerateConfig
 from mtp_train.store.shards import FeatureStore
 from mtp_train.train.config import TrainConfig
@@ -76,6 +77,9 @@ def overrides(folder: Path, *more: str) -> list[str]:
         "evaluate.drafts=2",
         "evaluate.max_new_tokens=8",
         "evaluate.speed_prompts=1",
+        "evaluate.speed_batches=[1]",
+        "evaluate.cost_batches=[1,2]",
+        "evaluate.cost_repeats=1",
         "evaluate.lossless_prompts=2",
         "evaluate.reference_prompts=1",
         "evaluate.examples=2",
@@ -211,7 +215,7 @@ def stamp(run: Path, stage: str) -> None:
         ("train", "target.dtype=int8", ["dtype must be one of", "int8"]),
         ("train", "target.device=abacus", ["target.device", "abacus"]),
         ("train", "target.trust_remote_code=no", ["trust_remote_code must be of type bool", "no"]),
-        ("export", "export.format=gguf", ["export.format must be one of mimo_mtp", "gguf"]),
+        ("export", "export.format=gguf", ["export.format must be one of auto, mimo_mtp", "gguf"]),
     ],
 )
 def test_a_value_out_of_range(
@@ -724,10 +728,19 @@ def test_the_pipeline_leaves_every_output(pipeline: Path) -> None:
     assert evaluation["lossless"]["different"] == []
     assert evaluation["lossless"]["transformers"]["different"] == []
     assert evaluation["speed"]["plain"]["tokens_per_s"] > 0
+    assert len(evaluation["speed_model"]["measured"]) == evaluation["k"]
     assert len(evaluation["examples"]) == 2
-    assert evaluation["validation"]["engine"] == pytest.approx(
-        evaluation["validation"]["training"], rel=1e-3, abs=1e-4
+    validation = evaluation["validation"]
+    assert {"kl/1", "kl/2", "kl/3", "agree/3", "tau_teacher_forced"} <= set(validation["engine"])
+    assert validation["engine"] == pytest.approx(validation["training"], rel=1e-3, abs=1e-4)
+    assert validation["difference"] == pytest.approx(
+        dict.fromkeys(validation["engine"], 0.0), abs=1e-3
     )
+    assert evaluation["format"] == 2 and evaluation["machine"]["ranks"] == 1
+    assert evaluation["accounting"]["heldout"]["used"] == 3
+    assert [(row["set"], row["temperature"], row["k"]) for row in evaluation["grid"]] == [
+        (name, temperature, 2) for name in ("heldout", "ood") for temperature in (0.0, 1.0)
+    ]
     assert all(
         (run / "report" / name).stat().st_size
         for name in ("index.html", "report.md", "report.json")
@@ -735,6 +748,7 @@ def test_the_pipeline_leaves_every_output(pipeline: Path) -> None:
     assert sorted(path.name for path in (run / "export" / "mimo_mtp").iterdir()) == [
         "README.md",
         "config.json",
+        "export.json",
         "model.safetensors",
     ]
     assert not [path for path in run.rglob("*") if path.name.endswith((".part", ".journal"))], (
@@ -914,7 +928,7 @@ def test_ranks_that_hold_the_target_together_measure_what_one_does(
     alone = json.loads(record.read_text())
     two = overrides(folder, "engine.tensor_parallel=2")
     assert guarded(lambda: dispatch("evaluate", two)) == 2
-    assert "1 ranks, engine.tensor_parallel=2; launch with torchrun" in capsys.readouterr().err
+    assert "1 ranks, tensor_parallel 2; launch with torchrun" in capsys.readouterr().err
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "-m", "mtp_train.cli.evaluate", *two]
     environment = {key: value for key, value in os.environ.items() if "PYTEST" not in key}
@@ -1018,15 +1032,16 @@ def test_a_thread_count_is_obeyed(capsys: pytest.CaptureFixture[str], pipeline: 
 def test_an_eagle3_run_and_another_one_that_begins_from_its_head(
     capsys: pytest.CaptureFixture[str], pipeline: Path, tmp_path: Path
 ) -> None:
-    """Its states are captured, its vocabulary is chosen and kept, and what can't be exported is said first."""
+    """Its states are captured, its vocabulary is chosen and kept, and it is exported in its own layout."""
     folder = copied(pipeline, tmp_path)
-    shutil.rmtree(folder / "run" / "export")
     options = ("head=eagle3", "head.draft_vocabulary=20")
     assert guarded(lambda: dispatch("run", overrides(folder, *options))) == 0
     said = capsys.readouterr().err
-    assert "no export, its layout can't hold head.family=eagle3" in said
+    assert "export: mimo_mtp was of an earlier head and is removed" in said
     assert re.search(r"\d+ draft tokens.* cover [\d.]+% of the trained text", said)
-    assert not (folder / "run" / "export").exists()
+    assert [path.name for path in (folder / "run" / "export").iterdir() if path.is_dir()] == [
+        "eagle3"
+    ]
     first, _ = load_head(
         folder / "run" / "train" / "head", Target.load(folder / "target", "float32")
     )
@@ -1054,6 +1069,93 @@ def test_an_eagle3_run_and_another_one_that_begins_from_its_head(
         for name, value in again.state_dict().items()
     )
     assert 0 < moved < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "formats"),
+    [
+        (("head=mtp", "head.block=llama"), ("mimo_mtp",)),
+        (("head=eagle",), ("eagle", "eagle_sglang")),
+        (
+            ("head=eagle3", "head.draft_vocabulary=20", "head.fc_norm=true"),
+            ("eagle3", "speculators"),
+        ),
+    ],
+    ids=["mtp", "eagle", "eagle3"],
+)
+def test_a_head_is_exported_imported_measured_and_trained_further(
+    capsys: pytest.CaptureFixture[str],
+    pipeline: Path,
+    tmp_path: Path,
+    options: tuple[str, ...],
+    formats: tuple[str, ...],
+) -> None:
+    folder = copied(pipeline, tmp_path)
+    for stage in ("precompute", "train"):
+        assert guarded(lambda stage=stage: dispatch(stage, overrides(folder, *options))) == 0
+    for name in formats:
+        again(capsys, folder, *options, f"export.format={name}", stage="export")
+    exports = folder / "run" / "export"
+    assert {path.name for path in exports.iterdir() if path.is_dir()} == {*formats}, (
+        "one layout leaves the others"
+    )
+    target = Target.load(folder / "target", "float32")
+    trained, _ = load_head(folder / "run" / "train" / "head", target)
+    for name in formats:
+        run = tmp_path / name
+        theirs = [f"target.path={folder / 'target'}", "target.dtype=float32", f"run={run}"]
+        assert guarded(lambda: dispatch("import", [str(exports / name), *theirs])) == 0  # noqa: B023
+        head, card = load_head(run / "train" / "head", target)
+        assert card.config["layout"] == name
+        assert all(
+            torch.equal(value, head.state_dict()[key])
+            for key, value in trained.state_dict().items()
+        )
+    shutil.copytree(folder / "run" / "regenerate", run / "regenerate")
+    more = [*overrides(folder, *options), f"run={run}", "evaluate.lossless_prompts=0"]
+    for stage in ("evaluate", "report"):
+        assert guarded(lambda stage=stage: dispatch(stage, more)) == 0, capsys.readouterr().err
+    evaluation = json.loads((run / "evaluate" / "evaluation.json").read_text())
+    assert evaluation["head"]["family"] == trained.family
+    warm = [f"train.warm_start={run / 'train' / 'head'}", "head.block=target"]
+    assert guarded(lambda: dispatch("train", overrides(folder, *options, *warm))) == 0
+    assert f"begins as {run / 'train' / 'head'}" in capsys.readouterr().err
+
+
+def test_what_import_refuses(
+    capsys: pytest.CaptureFixture[str], pipeline: Path, tmp_path: Path
+) -> None:
+    target = f"target.path={pipeline / 'target'}"
+    export = pipeline / "run" / "export" / "mimo_mtp"
+    run = f"run={tmp_path / 'run'}"
+    assert "one head folder" in mistake(capsys, "import", target, run)
+    assert "nowhere" in mistake(capsys, "import", str(tmp_path / "nowhere"), target, run)
+    save_target(tmp_path / "other", seed=9)
+    other = f"target.path={tmp_path / 'other'}"
+    assert "target_hash" in mistake(capsys, "import", str(export), other, run)
+    broken = Path(shutil.copytree(export, tmp_path / "broken"))
+    (broken / "export.json").unlink()
+    tensors = broken / "model.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-9])
+    assert "whole safetensors" in mistake(capsys, "import", str(broken), target, run)
+    assert not (tmp_path / "run" / "train" / "head").exists()
+
+
+def test_the_list_says_where_a_head_goes_and_why_not(
+    capsys: pytest.CaptureFixture[str], pipeline: Path, tmp_path: Path
+) -> None:
+    assert guarded(lambda: dispatch("export", ["--list"])) == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in LAYOUTS)
+    assert guarded(lambda: dispatch("export", ["--list", *overrides(pipeline, "head=eagle")])) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"head of family mtp \(.*train/head\)", said), "the trained one"
+    assert re.search(r"mimo_mtp +yes \(the usual one\)", said)
+    assert re.search(r"eagle3 +no: head\.family=mtp", said)
+    fresh = [*overrides(pipeline, "head=mtp", "head.enorm=false"), f"run={tmp_path / 'fresh'}"]
+    assert guarded(lambda: dispatch("export", ["--list", *fresh])) == 0
+    said = capsys.readouterr().out
+    assert "not trained yet" in said and re.search(r"mimo_mtp +no: head\.enorm=false", said)
 
 
 def test_a_draft_models_run(
@@ -1086,11 +1188,53 @@ def test_a_draft_models_run(
     assert again(capsys, folder, *options, stage="train")["train"]
 
 
+def test_a_head_alone_is_measured_on_prompt_sets(
+    capsys: pytest.CaptureFixture[str], pipeline: Path, tmp_path: Path
+) -> None:
+    """No stage was run here: a checkpoint was copied, and questions are named."""
+    run = tmp_path / "other"
+    shutil.copytree(pipeline / "run" / "train" / "head", run / "train" / "head")
+    rows = [
+        {"question_id": 81, "category": "a", "turns": ["why?", "and then?"]},
+        {"question_id": 82, "category": "b", "turns": ["name a bird."]},
+        {"question_id": 83, "turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"]},
+    ]
+    questions = tmp_path / "question.jsonl"
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = [
+        *(item for item in overrides(pipeline) if "regenerate.prompts" not in item),
+        f"run={run}",
+        f"evaluate.sets.talks={questions}",
+        "evaluate.sets.same={path: " + str(questions) + ", limit: 1}",
+        "evaluate.ks=[1,2]",
+    ]
+    capsys.readouterr()
+    assert guarded(lambda: dispatch("evaluate", arguments)) == 0
+    said = capsys.readouterr().err
+    assert "evaluate talks: 2 used + 0 repaired + 1 refused = 3 conversations" in said
+    assert "refused 1: a placeholder instead of the benchmark's text" in said
+    evaluation = json.loads((run / "evaluate" / "evaluation.json").read_text())
+    assert set(evaluation["sets"]) == {"talks", "same"}
+    assert evaluation["sets"]["talks"]["greedy"]["prompts"] == 3
+    assert [row["turn"] for row in evaluation["sets"]["talks"]["greedy"]["by_turn"]] == [1, 2]
+    assert not {"validation", "data_digest"} & set(evaluation)
+    assert {row["k"] for row in evaluation["grid"]} == {1, 2}
+    first = evaluation["examples"][0]
+    assert first["prompt"] in ("why?", "and then?", "name a bird.") and first["segments"]
+    assert guarded(lambda: dispatch("evaluate", arguments)) == 0
+    assert "done before" in capsys.readouterr().err
+    questions.write_text(questions.read_text().replace("bird", "fish"))
+    assert guarded(lambda: dispatch("evaluate", arguments)) == 0
+    assert "inputs changed" in capsys.readouterr().err
+    shutil.rmtree(run / "train")
+    assert "must hold head.json" in mistake(capsys, "evaluate", *arguments)
+
+
 def test_a_report_without_speed_and_losslessness(pipeline: Path, tmp_path: Path) -> None:
     folder = copied(pipeline, tmp_path)
     less = [*overrides(folder), "evaluate.speed_prompts=0", "evaluate.lossless_prompts=0"]
     for name in ("evaluate", "report"):
         assert guarded(lambda name=name: dispatch(name, less)) == 0
     found = json.loads((folder / "run" / "evaluate" / "evaluation.json").read_text())
-    assert not {"speed", "lossless"} & set(found) and "sets" in found
+    assert not {"speed", "speed_model", "lossless"} & set(found) and "sets" in found
     assert (folder / "run" / "report" / "index.html").stat().st_size

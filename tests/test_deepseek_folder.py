@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from mtp_train.attention.packed import PackedContext
 from mtp_train.core.errors import UserError
+from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.engine import Engine, EngineConfig
-from mtp_train.engine.propose import ChainProposer
 from mtp_train.engine.sequences import Request
 from mtp_train.heads.mtp import MtpConfig, build
 from mtp_train.models.target import Target

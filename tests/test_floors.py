@@ -25,6 +25,7 @@ FLOORS = {
     "batches": 2,
     "engine": 3,
     "checkpoint": 3,
+    "dialogue": 3,
     "precompute": 4,
     "regenerate": 4,
     "train": 4,
@@ -34,7 +35,10 @@ FLOORS = {
     "inspection": 4,
     "cli": 5,
 }
-NEIGHBOURS = {("heads", "models")}  # a head is built from the target's own block class
+NEIGHBOURS = {
+    ("heads", "models"),  # a head is built from the target's own block class
+    ("dialogue", "engine"),  # a conversation asks with the engine's requests
+}
 
 # Library -> the only places (packages or files) that may import it.
 LIBRARIES = {
@@ -43,7 +47,7 @@ LIBRARIES = {
     "hydra": ("cli",),
     "omegaconf": ("cli",),
     "yaml": ("cli",),
-    "transformers": ("attention", "text", "models", "regenerate", "evaluate", "cli"),
+    "transformers": ("attention", "text", "models", "dialogue", "regenerate", "evaluate", "cli"),
     "flashinfer": ("attention",),
     "torchao": ("models",),
     "torch": (

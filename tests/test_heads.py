@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from mtp_train.attention.packed import PackedContext
 from mtp_train.batches.pack import load_pack
 from mtp_train.checkpoint.heads import HeadCard, load_head, read_card, save_checkpoint, warm_start
 from mtp_train.core.errors import UserError
+from mtp_train.core.provenance import SEAL
 from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.engine import Engine, EngineConfig
 from mtp_train.engine.sequences import Completion, Request
@@ -119,7 +121,10 @@ def test_a_checkpoint_with_settings_of_no_family_is_refused(
     head = make_variant(toy_target, "mtp")
     save_checkpoint(tmp_path / "head", head, card(toy_target, head))
     path = tmp_path / "head" / "head.json"
-    path.write_text(path.read_text().replace('"hnorm"', '"hnorms"'))
+    value = json.loads(path.read_text())
+    value["head"]["hnorms"] = value["head"].pop("hnorm")
+    del value[SEAL]
+    path.write_text(json.dumps(value))
     with pytest.raises(UserError, match="received hnorms"):
         load_head(tmp_path / "head", toy_target)
 
@@ -130,9 +135,9 @@ def test_a_card_without_settings_is_an_mtp_head_with_all_norms(
     head = make_variant(toy_target, "mtp")
     save_checkpoint(tmp_path / "head", head, card(toy_target, head))
     path = tmp_path / "head" / "head.json"
-    text = path.read_text()
-    start = text.index('"head": {')
-    path.write_text(text.replace(text[start : text.index("}", start) + 1], '"head": {}'))
+    value = json.loads(path.read_text()) | {"head": {}}
+    del value[SEAL]  # as cards were before they had one
+    path.write_text(json.dumps(value))
     assert read_card(tmp_path / "head").head == {}
     assert load_head(tmp_path / "head", toy_target)[0].config == MtpConfig()
 
@@ -267,18 +272,18 @@ def test_a_head_without_a_norm_is_not_exported(
     toy_target: Target, norm: str, tmp_path: Path
 ) -> None:
     head = build(toy_target, MtpConfig(**{norm: False}))
-    with pytest.raises(UserError, match=rf"all norms.*received head\.{norm}=false"):
+    with pytest.raises(UserError, match=rf"layout mimo_mtp holds; received head\.{norm}=false"):
         export_head(head, toy_target, ExportConfig(), tmp_path / "out", {})
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if not name.startswith("mtp")])
-def test_a_family_that_no_layout_holds_is_not_exported(
+def test_a_head_of_another_family_than_the_layouts_is_not_exported(
     toy_target: Target, variant: str, tmp_path: Path
 ) -> None:
     head = make_variant(toy_target, variant)
-    with pytest.raises(UserError, match=rf"family mtp.*received head\.family={head.family};"):
-        export_head(head, toy_target, ExportConfig(), tmp_path / "out", {})
+    with pytest.raises(UserError, match=rf"mimo_mtp holds; received head\.family={head.family};"):
+        export_head(head, toy_target, ExportConfig("mimo_mtp"), tmp_path / "out", {})
     assert not list(tmp_path.iterdir())
 
 
@@ -583,7 +588,7 @@ def test_a_rollout_must_train_every_module(toy_target: Target) -> None:
 
 def test_a_head_of_several_modules_is_not_exported(toy_target: Target, tmp_path: Path) -> None:
     head = make_variant(toy_target, "mtp-2-modules")
-    with pytest.raises(UserError, match=r"one module.*received head\.modules=2"):
+    with pytest.raises(UserError, match=r"layout mimo_mtp holds; received head\.modules=2"):
         export_head(head, toy_target, ExportConfig(), tmp_path / "out", {})
     with pytest.raises(UserError, match=r"head\.modules must be 1 or more"):
         MtpConfig(modules=0)

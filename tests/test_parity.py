@@ -12,11 +12,12 @@ from toy_families import CONFIGS, toy
 
 from mtp_train.attention.packed import PackedContext, RolloutContext
 from mtp_train.batches.align import rollout
+from mtp_train.batches.pack import Pack
 from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.engine import Engine, EngineConfig
 from mtp_train.engine.sequences import Request
 from mtp_train.evaluate.lossless import first_difference
-from mtp_train.evaluate.validation import engine_validation
+from mtp_train.evaluate.validation import engine_validation, names
 from mtp_train.heads.base import DraftHead
 from mtp_train.heads.eagle import EagleConfig
 from mtp_train.heads.eagle3 import Eagle3Config
@@ -25,7 +26,8 @@ from mtp_train.heads.mtp import MtpConfig
 from mtp_train.losses.terms import LossConfig
 from mtp_train.models.target import Target
 from mtp_train.text.sources import Answer
-from mtp_train.train.step import head_states
+from mtp_train.train.metrics import ValidationSums
+from mtp_train.train.step import RolloutModule, head_states
 
 STEPS = 3
 
@@ -211,26 +213,51 @@ def captured_states(
 def test_validation_through_the_engine_equals_the_trainers(
     toy_target: Target, texts: list[torch.Tensor], variant: str
 ) -> None:
-    from mtp_train.batches.pack import Pack
-    from mtp_train.train.metrics import ValidationSums
-    from mtp_train.train.step import RolloutModule
-
     head = make_variant(toy_target, variant)
     answers = [
         Answer(str(i), "all", (), tuple(t[:7].tolist()), tuple(t[7:].tolist()), "stop")
         for i, t in enumerate(texts)
     ]
+    trainers = trainers_validation(toy_target, head, texts, STEPS)
+    ours = engine_validation(toy_target, head, answers, STEPS)
+    assert set(ours) == set(trainers) == set(names(STEPS))
+    for name, value in trainers.items():
+        exact = name.startswith(("agree", "prefix", "tau"))
+        assert ours[name] == pytest.approx(value, abs=1e-6 if exact else 1e-9, rel=1e-4), name
+
+
+@pytest.mark.parametrize("name", TRAITS)
+def test_validation_at_every_depth_for_every_target(
+    texts: list[torch.Tensor], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows, sinks and latent keys, with chains cut into parts that draft at once."""
+    from mtp_train.evaluate import validation
+
+    head = build_head(toy(name), MtpConfig(modules=2), 3)
+    answers = [
+        Answer(str(i), "all", (), tuple(t[:7].tolist()), tuple(t[7:].tolist()), "stop")
+        for i, t in enumerate(texts)
+    ]
+    whole = engine_validation(toy(name), head, answers, 4)
+    monkeypatch.setattr(validation, "CHAINS", 5)
+    monkeypatch.setattr(validation, "ROWS", 3)
+    assert engine_validation(toy(name), head, answers, 4) == pytest.approx(whole, rel=1e-5)
+    again = trainers_validation(toy(name), head, texts, 4)
+    assert whole == pytest.approx(again, rel=1e-3, abs=1e-4)
+
+
+def trainers_validation(
+    target: Target, head: DraftHead, texts: list[torch.Tensor], steps: int
+) -> dict[str, float]:
+    """What `train` reports of these texts, whose tokens from the eighth on are the answer's."""
     mask = torch.cat([(torch.arange(len(t)) >= 7).long() for t in texts])
-    states = captured_states(toy_target, texts, head.states)
+    states = captured_states(target, texts, head.states)
     pack = Pack(("0", "1", "2"), (0, 40, 63, 94), torch.cat(texts), mask, states)
-    sums = ValidationSums(STEPS)
+    sums = ValidationSums(steps)
     with torch.no_grad():
-        module = RolloutModule(head, toy_target, loss=LossConfig({"kl": 1.0}))
-        sums.add(module(pack, STEPS, measure=True))
-    ours, trainers = engine_validation(toy_target, head, answers), sums.summary()
-    assert ours["agree/1"] == pytest.approx(trainers["agree/1"], abs=1e-6)
-    assert ours["kl/1"] == pytest.approx(trainers["kl/1"], rel=1e-4)
-    assert ours["alpha/1"] == pytest.approx(trainers["alpha/1"], rel=1e-4)
+        module = RolloutModule(head, target, loss=LossConfig({"kl": 1.0}))
+        sums.add(module(pack, steps, measure=True))
+    return sums.summary()
 
 
 def test_the_first_difference_of_two_outputs() -> None:

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, TorchAoConfig
 from mtp_train.attention.packed import PackedContext
 from mtp_train.checkpoint.heads import HeadCard, load_head, save_checkpoint
 from mtp_train.core.errors import UserError
+from mtp_train.core.provenance import SEAL
+from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.engine import Engine, EngineConfig
-from mtp_train.engine.propose import ChainProposer
 from mtp_train.engine.sequences import Request
 from mtp_train.heads.eagle3 import Eagle3Config
 from mtp_train.heads.families import build_head
@@ -153,6 +154,7 @@ def test_a_store_and_a_head_that_do_not_say_are_of_plain_targets(
     store = make_store(tmp_path / "store", target, conversations(3))
     manifest = json.loads((tmp_path / "store" / "manifest.json").read_text())
     del manifest["contract"]["quantisation"]
+    manifest.pop(SEAL, None)  # as they were written before it was said
     (tmp_path / "store" / "manifest.json").write_text(json.dumps(manifest))
     assert type(store)(tmp_path / "store").manifest.contract == store.manifest.contract
     card = HeadCard("mtp", target.hash, target.state, target.hidden_size, target.vocab_size, step=0)
@@ -160,6 +162,7 @@ def test_a_store_and_a_head_that_do_not_say_are_of_plain_targets(
     path = tmp_path / "head" / "head.json"
     values = json.loads(path.read_text())
     del values["quantisation"]
+    values.pop(SEAL, None)
     path.write_text(json.dumps(values))
     assert load_head(tmp_path / "head", target)[1].quantisation == "none"
 

@@ -13,13 +13,13 @@ from toys import make_lively_target, make_tokenizer
 
 from mtp_train.core.errors import UserError
 from mtp_train.core.records import Accounting
+from mtp_train.dialogue.journal import Journal
+from mtp_train.dialogue.plans import DROPPED, TOOLS, split_turns
+from mtp_train.dialogue.talks import reply_text, request_seed
 from mtp_train.engine.engine import Engine, EngineConfig
 from mtp_train.engine.sequences import Batch, Request
 from mtp_train.engine.step import Step
 from mtp_train.models.target import Target, load_tokenizer, stop_tokens
-from mtp_train.regenerate.dialogue import reply_text, request_seed
-from mtp_train.regenerate.journal import Journal
-from mtp_train.regenerate.prompts import DROPPED, TOOLS, split_turns
 from mtp_train.regenerate.stage import Outcome, RegenerateConfig, regenerate
 from mtp_train.text.joined import join_turns
 from mtp_train.text.sources import read_answers, read_conversations

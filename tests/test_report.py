@@ -10,16 +10,24 @@ import math
 import random
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
 from typing import Any
 
 import pytest
+from report_samples import NAMES, comparison, enriched, many_sets
 
 from mtp_train.core.errors import UserError
+from mtp_train.page.figures import anything, rounded
 from mtp_train.page.scale import fit, whole_steps
+from mtp_train.report.comparison import all_tables, findings, pairs, warnings
+from mtp_train.report.comparison_page import comparison_page
 from mtp_train.report.curves import thin, trailing_mean
-from mtp_train.report.markdown import cell, markdown
+from mtp_train.report.markdown import cell, comparison_markdown, markdown
 from mtp_train.report.page import page
-from mtp_train.report.stage import write_report
+from mtp_train.report.places import NAME_GAP, Place, Point, Series, place_chart, spaced
+from mtp_train.report.slices import cut_views, grid_panels
+from mtp_train.report.speed_model import advice, predicted_table
+from mtp_train.report.stage import write_comparison, write_report
 from mtp_train.report.verdict import headline, lossless_tile, tiles
 
 HOSTILE = "<script>alert('owned')</script><img src=x onerror=alert(1)>"
@@ -268,7 +276,8 @@ def leaves(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[tuple[Any, ...
         return [leaf for key, inner in value.items() for leaf in leaves(inner, (*place, key))]
     if isinstance(value, list):
         return [leaf for i, inner in enumerate(value) for leaf in leaves(inner, (*place, i))]
-    return [(place, value)] if isinstance(value, int | float) else []
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return [(place, value)] if number else []
 
 
 def replaced(value: Any, place: tuple[Any, ...], leaf: float) -> Any:
@@ -296,6 +305,11 @@ def whole_page() -> str:
     return page(evaluation(), curves(), STAGES)
 
 
+@pytest.fixture(scope="module")
+def rich_page() -> str:
+    return page(enriched(evaluation()), curves(), STAGES)
+
+
 def test_report_json_round_trips(tmp_path):
     told, rows = evaluation(), curves()
     write_report(told, rows, STAGES, tmp_path / "report")
@@ -309,26 +323,44 @@ def test_report_json_round_trips(tmp_path):
 
 
 def test_another_format_is_refused_and_nothing_is_written(tmp_path):
-    with pytest.raises(UserError, match="format 1; received 2"):
-        write_report(evaluation() | {"format": 2}, [], {}, tmp_path / "report")
+    with pytest.raises(UserError, match="format 1 or 2; received 3"):
+        write_report(evaluation() | {"format": 3}, [], {}, tmp_path / "report")
     assert not (tmp_path / "report").exists()
 
 
-def test_every_figure_is_in_the_markdown():
-    told = evaluation()
+def rich() -> dict[str, Any]:
+    return enriched(evaluation())
+
+
+def in_written_units(told: dict[str, Any]) -> dict[str, Any]:
+    """The costs as the report writes them: milliseconds and per cent."""
+    told = copy.deepcopy(told)
+    for one in told.get("speed_model", {}).get("costs", {}).get("batches", ()):
+        one["target"] = [1000 * seconds for seconds in one["target"]]
+        one["observe"] = [1000 * seconds for seconds in one["observe"][1:]]
+        one["draft"] *= 1000
+        one["noise"] = {part: 100 * share for part, share in one["noise"].items()}
+    return told
+
+
+@pytest.mark.parametrize("make", [evaluation, rich])
+def test_every_figure_is_in_the_markdown(make):
+    told = make()
     rows = [row for row in curves() if "validation" in row]
     numbers = written_numbers(markdown(told, rows, STAGES))
+    told = in_written_units(told)
     wanted = leaves({**told, "examples": []}) + leaves(rows) + leaves(STAGES)
     assert len(wanted) > 600
     assert [(place, value) for place, value in wanted if not is_written(value, numbers)] == []
 
 
-def test_every_figure_changes_the_markdown():
+@pytest.mark.parametrize("make", [evaluation, rich])
+def test_every_figure_changes_the_markdown(make):
     """No figure is only there by coincidence: change one, and the text changes."""
-    told = evaluation()
+    told = make()
     before = markdown(told, [], STAGES)
     for place, value in leaves({**told, "examples": []}):
-        if place == ("format",):
+        if place == ("format",) or place[-2:] == ("observe", 0):  # no draft, no head to observe
             continue
         changed = replaced(told, place, value + 1)
         assert markdown(changed, [], STAGES) != before, place
@@ -402,9 +434,14 @@ def test_examples_keep_their_whitespace_and_mark_each_kind(whole_page):
 def test_the_page_fetches_nothing(whole_page):
     fetching = {"src", "href", "srcset", "poster", "action", "formaction", "data", "background"}
     found = [
-        (tag, name) for tag, attrs in Reader(whole_page).tags for name in attrs if name in fetching
+        (tag, name, value)
+        for tag, attrs in Reader(whole_page).tags
+        for name, value in attrs.items()
+        if name in fetching
     ]
-    assert found == []
+    assert {(tag, name) for tag, name, _ in found} == {("a", "href")}
+    places = {attrs.get("id") for _, attrs in Reader(whole_page).tags}
+    assert [value for _, _, value in found if value[0] != "#" or value[1:] not in places] == []
     assert not re.search(
         r"url\(|@import|https?:|//[a-z]+\.|fetch\(|XMLHttpRequest|import\(", whole_page
     )
@@ -544,3 +581,194 @@ def test_thinning_keeps_the_last_point_and_smoothing_the_mean():
     assert len(thin(points)) <= 301 and thin(points)[-1] == points[-1]
     assert thin(points[:7]) == points[:7]
     assert trailing_mean([(1, 1.0), (2, 3.0), (3, 5.0)], 2) == [(1, 1.0), (2, 2.0), (3, 4.0)]
+
+
+def test_format_2_has_its_sections_and_format_1_has_not(rich_page, whole_page):
+    added = ("cuts", "grid", "model")
+    for name in added:
+        assert f'<section id="{name}">' in rich_page and f'href="#{name}"' in rich_page
+        assert f'id="{name}"' not in whole_page and f'"#{name}"' not in whole_page
+    Reader(rich_page)
+
+
+@pytest.mark.parametrize(
+    "part", ["by_output_position", "by_prompt_length", "by_turn", "alpha_expected"]
+)
+def test_a_missing_cut_is_left_out(part):
+    told = rich()
+    for modes in told["sets"].values():
+        for whole in modes.values():
+            del whole[part]
+    Reader(page(told, [], {}))
+    assert part not in [view["table"] for view in cut_views(told)]
+    assert len(cut_views(told)) == (3 if part == "alpha_expected" else 2)
+
+
+def test_an_empty_bin_is_not_drawn_as_a_measurement():
+    told = rich()
+    for modes in told["sets"].values():
+        for whole in modes.values():
+            whole["by_output_position"][3] |= {"prompts": 0, "tau": None, "tau_ci": None}
+    chart = cut_views(told)[0]["panels"][0]["chart"]
+    assert "1k\N{EN DASH}4k" in chart and "4k+" not in chart
+
+
+def test_bins_are_ordered_by_their_tokens_and_tell_their_prompts():
+    told = rich()
+    told["sets"]["heldout"]["greedy"]["by_output_position"].reverse()
+    chart = cut_views(told)[0]["panels"][0]["chart"]
+    labels = [text for style, text in Reader(chart).texts if style == "tick middle"]
+    assert labels[::2] == ["0\N{EN DASH}256", "256\N{EN DASH}1k", "1k\N{EN DASH}4k", "4k+"]
+    prompts = [row["prompts"] for row in rich()["sets"]["heldout"]["greedy"]["by_output_position"]]
+    assert labels[1::2] == [f"n = {one}" for one in prompts]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (256, "256"), (1000, "1k"), (1024, "1k"), (1500, "1.5k"), (16384, "16k")],
+)
+def test_a_bins_bound_is_short(value, text):
+    assert rounded(value) == text
+    assert rounded(1048576) == "1M"
+
+
+def test_every_temperature_is_named_where_its_line_ends():
+    panels = grid_panels(rich())
+    assert [panel["title"] for panel in panels] == ["held-out", "out of domain"]
+    names = [text for style, text in Reader(panels[0]["chart"]).texts if "name" in style.split()]
+    assert sorted(names) == ["T = 0", "T = 0.6", "T = 1"]
+
+
+@pytest.mark.parametrize("heights", [[50.0, 51.0, 52.0], [97.0, 98.0, 99.0], [0.0], []])
+def test_names_are_pushed_apart_and_stay_in_order(heights):
+    moved = spaced(heights)
+    assert moved == sorted(moved) and all(0 <= y <= 100 for y in moved)
+    gaps = [b - a for a, b in pairwise(moved)]
+    assert all(gap >= NAME_GAP - 1e-9 for gap in gaps)
+
+
+def test_a_point_stands_at_its_value_with_its_interval():
+    series = [Series("a", "held", [Point(0, 1.5, [1.25, 1.75]), Point(1, 1.0)])]
+    chart = place_chart("title", [Place("x"), Place("y")], series, fit([1.0, 2.0]))
+    tags = [attrs for _, attrs in Reader(chart).tags]
+    dots = [(one["cx"], one["cy"]) for one in tags if one.get("class") == "dot held"]
+    assert dots == [("25.00%", "50.00%"), ("75.00%", "100.00%")]
+    spans = [(one["y1"], one["y2"]) for one in tags if one.get("class") == "range held"]
+    assert spans == [("75.00%", "25.00%")]
+
+
+def test_the_recommended_k_is_told_in_words():
+    model = {"recommended": {"1": 3, "2": 3, "16": 1, "32": 0, "4": 1, "64": 0}}
+    said = "Serve k = 3 at batch 1 to 2, k = 1 at batch 4 to 16, plain decoding at batch 32 to 64."
+    assert advice(model) == said
+
+
+def test_what_is_extrapolated_is_marked():
+    model = rich()["speed_model"]
+    cells = {row[0]: row[2:] for row in predicted_table(model).rows}
+    assert [cell.endswith("*") for cell in cells["1"]] == [False] * 3 + [True] * 5
+    assert all(cell.endswith("*") for cell in cells["64"])
+
+
+def test_many_sets_get_a_panel_each():
+    reader = Reader(page(many_sets(rich()), [], {}))
+    assert "2 more below" in " ".join(text for _, text in reader.texts)
+    titles = [text for style, text in reader.texts if text == "humaneval"]
+    assert titles and reader.count("rect", "hollow") == 5 * 3  # the sampled bars of five sets
+
+
+def test_the_heads_configuration_is_part_of_provenance():
+    text = markdown(rich(), [], {})
+    assert "| head: config.loss.kl | 1 |" in text and "| head: config.enorm | yes |" in text
+    assert (anything([1, 2]), anything(None), anything(False)) == ("1, 2", "\N{EM DASH}", "no")
+
+
+def test_what_became_of_the_prompts_is_told():
+    text = markdown(rich(), [], {})
+    assert "| held-out | refused.longer than the model | 3 |" in text
+    assert "| held-out | examples.longer than the model | heldout/12, heldout/40 |" in text
+
+
+def comparison_texts(told: dict[str, Any]) -> tuple[str, str]:
+    evaluations = [evaluation()] * len(told["runs"])
+    return comparison_page(told, evaluations), comparison_markdown(told, evaluations)
+
+
+def test_a_comparison_is_written_as_page_markdown_and_json(tmp_path):
+    told = comparison()
+    write_comparison(told, [evaluation()] * 3, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "index.html",
+        "comparison.md",
+        "comparison.json",
+    }
+    found = json.loads((tmp_path / "comparison.json").read_text(encoding="utf-8"))
+    assert found == {"format": 1, **told}
+    Reader((tmp_path / "index.html").read_text(encoding="utf-8"))
+
+
+def test_a_run_is_better_only_when_the_interval_says_so():
+    told = comparison()
+    first = told["pairs"][0]
+    assert findings(told)[0].startswith(f"{NAMES[1]} is better than {NAMES[0]} on held-out")
+    first["ci"] = [-0.01, 0.33]  # whatever verdict stands beside it
+    assert pairs(told)[0].verdict == "no difference shown"
+    assert findings(told)[0].startswith("No difference shown")
+    html, text = comparison_texts(told)
+    assert "No difference shown: three-step rollout against baseline" in text
+    assert html.count("three-step rollout is better than") == 1  # than the third, still
+
+
+def test_too_few_prompts_have_no_winner_whatever_the_interval():
+    told = comparison()
+    told["pairs"][0]["verdict"] = "too few prompts to say"
+    assert pairs(told)[0].winner is None
+    assert findings(told)[0].startswith("Too few prompts to say: three-step rollout against")
+
+
+def test_the_better_run_is_named_whichever_stands_first():
+    found = [pair for pair in pairs(comparison(), "tau") if pair.where == "held-out, greedy"]
+    assert [pair.winner and pair.winner.letter for pair in found] == ["B", None, "B"]
+
+
+def test_every_figure_of_a_comparison_is_in_its_markdown():
+    told = comparison()
+    numbers = written_numbers(comparison_texts(told)[1])
+    assert len(leaves(told)) > 250
+    assert [one for one in leaves(told) if not is_written(one[1], numbers)] == []
+
+
+def test_a_comparison_tells_what_was_left_out_and_what_differs():
+    told = comparison()
+    text = comparison_texts(told)[1]
+    assert "the whole set: B has it, A has not" in text
+    assert "B against A: 2 of A: not the same prompt in the other run" in text
+    tables = all_tables(told, [evaluation()] * 3)
+    assert [row[0] for row in tables["runs"].rows] == ["name", "path", "head.parameters"]
+    assert "target.hash" in [row[0] for row in tables["common"].rows]
+
+
+def test_runs_of_other_targets_or_k_are_warned_of():
+    told = comparison()
+    assert warnings(told) == []
+    told["runs"][1]["target"]["hash"] = "another"
+    told["runs"][2]["k"] = 5
+    assert ["target" in one or "k:" in one for one in warnings(told)] == [True, True]
+
+
+def test_runs_that_share_nothing_still_give_a_page():
+    told = comparison() | {"pairs": []}
+    html, text = comparison_texts(told)
+    assert "The runs share no prompts." in html and "The runs share no prompts." in text
+    assert '<section id="differences">' not in html
+
+
+def test_a_runs_name_is_escaped():
+    told = comparison()
+    for one in (*told["runs"], *told["pairs"]):
+        for key, value in one.items():
+            if value == NAMES[1]:
+                one[key] = HOSTILE
+    html, text = comparison_texts(told)
+    assert [tag for tag, _ in Reader(html).tags].count("script") == 1
+    assert "<script>" not in text

@@ -140,6 +140,22 @@ def test_a_mixed_batch_has_the_probabilities_of_each_row_alone(
         assert ((p[row] > 0) == (want > 0)).all()
 
 
+@pytest.mark.parametrize("spread", [0.2, 1.0, 4.0])
+def test_a_nucleus_of_any_size_is_found(spread: float) -> None:
+    """Of 20,000 tokens a few, some hundreds and most: the best candidates are enough, or not by far."""
+    logits = np.random.default_rng(8).normal(0, spread, (4, 20_000)).astype(np.float32)
+    samplings = [Sampling(1.0, top_p=p) for p in (0.05, 0.5, 0.95, 1.0)]
+    p = Rules.of(samplings, CPU).probabilities(torch.tensor(logits)).numpy()
+    for row, sampling, found in zip(logits, samplings, p, strict=True):
+        want = np.sort(np.exp(row.astype(np.float64)))[::-1]
+        want = want / want.sum()
+        kept = 1 + int((want.cumsum() < sampling.top_p).sum()) if sampling.top_p < 1 else len(row)
+        assert abs(int((found > 0).sum()) - kept) <= 1 + kept // 5000  # float32 sums
+        np.testing.assert_allclose(
+            np.sort(found)[::-1][:kept], want[:kept] / want[:kept].sum(), 1e-3
+        )
+
+
 def test_drafts_know_temperature_alone() -> None:
     rules = Rules.of(
         [Sampling(0.5, top_k=1), Sampling(repetition_penalty=9.0), Sampling(2.0, min_p=0.9)], CPU

@@ -13,7 +13,9 @@ from mtp_train.core.records import Accounting
 from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.engine import Engine, EngineConfig
 from mtp_train.engine.sequences import Completion, Request
-from mtp_train.evaluate.stage import EvaluateConfig, PromptSet, measure_lossless
+from mtp_train.evaluate.runs import Bench
+from mtp_train.evaluate.sets import PromptSet
+from mtp_train.evaluate.stage import EvaluateConfig, measure_lossless
 from mtp_train.export.stage import ExportConfig, export_head, import_head
 from mtp_train.heads.mtp import MtpConfig, MtpHead, build
 from mtp_train.models.target import Target, load_tokenizer
@@ -84,7 +86,7 @@ def run(target: Target, head: MtpHead, requests: list[Request]) -> list[Completi
 
 
 def test_speculation_is_lossless_and_plain_decoding_is_transformers(
-    target: Target, requests: list[Request]
+    target: Target, requests: list[Request], tmp_path: Path
 ) -> None:
     prompts = PromptSet("real", tuple(requests), {r.key: "all" for r in requests})
     result = measure_lossless(
@@ -93,6 +95,7 @@ def test_speculation_is_lossless_and_plain_decoding_is_transformers(
         [prompts],
         EvaluateConfig(reference_prompts=3),
         EngineConfig(max_batch=2, cache_rows=2048),
+        Bench(tmp_path),
     )
     assert result["different"] == [] and result["equal"] + len(result["ties"]) == 3
     assert result["transformers"]["different"] == [] and result["transformers"]["prompts"] == 3

@@ -12,7 +12,10 @@ from mtp_train.attention.packed import PackedContext
 from mtp_train.batches.pack import Pack
 from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.engine import Engine, EngineConfig
+from mtp_train.engine.propose import Proposer
+from mtp_train.engine.schemes import SchemeConfig, make_proposer
 from mtp_train.engine.sequences import Completion, Request
+from mtp_train.heads.base import DraftHead
 from mtp_train.heads.draft_model import DraftModelConfig
 from mtp_train.heads.families import FAMILIES, build_head
 from mtp_train.losses.terms import LossConfig
@@ -93,3 +96,76 @@ def test_a_truncated_target_is_distilled_and_leaves_the_output_alone(
     done = Engine(target, ChainProposer(target, head, 3), SMALL).generate(REQUESTS)
     assert [c.tokens for c in done] == [c.tokens for c in plain]
     assert sum(step.accepted for c in done for step in c.steps) > 0
+
+
+def likely(target: Target, family: str) -> DraftHead:
+    """A head whose drafts are sometimes right: its output is the state that it is given, nearly."""
+    counts = torch.arange(target.vocab_size) % 997
+    head = build_head(target, FAMILIES[family].config(), counts_V=counts)
+    with torch.no_grad():
+        for name, weight in head.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight.mul_(0.3)
+    return head
+
+
+def scheme(name: str, target: Target, truncated: Path) -> Proposer:
+    family, kind = name.split(" ")
+    if family == "none":
+        return make_proposer(target, None, SchemeConfig(kind, 3))
+    if family == "draft_model":
+        head = build_head(target, DraftModelConfig(path=str(truncated)))
+    else:
+        head = likely(target, family)
+    drafts = {"single": 1, "chain": 3}.get(kind, 8)
+    kind = "chain" if kind == "single" else kind
+    return make_proposer(target, head, SchemeConfig(kind, drafts, depth=3, top_k=4))
+
+
+@pytest.fixture(scope="module")
+def ragged() -> list[Request]:
+    """Sixteen prompts of 1 to 40 tokens, some of which repeat themselves."""
+    generator = torch.Generator().manual_seed(8)
+    asked = []
+    for at in range(16):
+        prompt = torch.randint(200, 4000, (1 + at * 5 // 2,), generator=generator).tolist()
+        asked.append(Request(str(at), (*prompt, *prompt[: at % 3]), 4 + at % 9))
+    return asked
+
+
+@pytest.fixture(scope="module")
+def said(target: Target, ragged: list[Request]) -> list[Completion]:
+    return Engine(target, None, EngineConfig(max_batch=16, cache_rows=2048)).generate(ragged)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mtp single",
+        "mtp chain",
+        "mtp dynamic",
+        "eagle chain",
+        "eagle fixed",
+        "eagle dynamic",
+        "eagle3 chain",
+        "eagle3 dynamic",
+        "medusa fixed",
+        "draft_model chain",
+        "none ngram",
+    ],
+)
+def test_every_scheme_leaves_the_output_alone(
+    target: Target, ragged: list[Request], said: list[Completion], truncated: Path, name: str
+) -> None:
+    """One at a time; three places for requests that join and leave, prompts in chunks; sixteen at once."""
+    proposer = scheme(name, target, truncated)
+    for batch, asked in ((1, ragged[7:9]), (3, ragged), (16, ragged)):
+        config = EngineConfig(
+            max_batch=batch, cache_rows=2048, prefill_rows=24 if batch == 3 else 2048
+        )
+        done = Engine(target, proposer, config).generate(asked)
+        want = {c.key: c.tokens for c in said}
+        different = [c for c in done if c.tokens != want[c.key]]
+        assert not different, batch
+    if name not in ("medusa fixed", "none ngram"):  # untrained, and without anything to look up
+        assert sum(step.accepted for c in done for step in c.steps) > 0

@@ -36,7 +36,9 @@ from mtp_train.core.errors import UserError
 from mtp_train.engine.engine import EngineConfig
 from mtp_train.engine.sequences import Completion, DraftStep
 from mtp_train.evaluate.acceptance import acceptance
-from mtp_train.evaluate.stage import EvaluateConfig, PromptSet, measure_acceptance
+from mtp_train.evaluate.runs import Bench
+from mtp_train.evaluate.sets import PromptSet
+from mtp_train.evaluate.stage import EvaluateConfig, measure_acceptance
 from mtp_train.heads.medusa import MedusaConfig
 from mtp_train.heads.medusa import build as build_medusa
 from mtp_train.heads.mtp import MtpConfig, build
@@ -161,8 +163,9 @@ def test_training_is_the_same_bit_for_bit_and_the_figure_is_that_of_evaluate(
     requests = held_out_requests(features, ONLINE, frozenset(), lively.max_positions)
     prompts = PromptSet("heldout", tuple(requests), {item.key: "all" for item in requests})
     config = EvaluateConfig(drafts=3, max_new_tokens=12)
-    found, _ = measure_acceptance(lively, head, [prompts], config, EngineConfig(cache_rows=512))
-    greedy, last = found["heldout"]["greedy"], rows[-1]["online"]
+    bench, sizes = Bench(tmp_path / "completions"), EngineConfig(cache_rows=512)
+    found = measure_acceptance(lively, head, [prompts], config, sizes, bench)
+    greedy, last = found.sets["heldout"]["greedy"], rows[-1]["online"]
     assert last["tau"] == pytest.approx(greedy["tau"])
     assert [last[f"per_position/{i}"] for i in (1, 2, 3)] == pytest.approx(greedy["per_position"])
     assert last["steps"] == greedy["drafts"] > 0

@@ -47,10 +47,10 @@ def agreement(evaluation: dict[str, Any]) -> list[str]:
     """What the trainer reports must be what the engine gets."""
     engine, training = evaluation["validation"]["engine"], evaluation["validation"]["training"]
     found = []
-    for name, ours in engine.items():
-        room = KL_TOLERANCE * training[name] if name.startswith("kl") else RATE_TOLERANCE
-        if abs(ours - training[name]) > room:
-            found.append(f"{name} {ours:.4f} in the engine, {training[name]:.4f} in training")
+    for name, theirs in training.items():
+        room = KL_TOLERANCE * theirs if name.startswith("kl") else RATE_TOLERANCE
+        if abs(engine[name] - theirs) > room:
+            found.append(f"{name} {engine[name]:.4f} in the engine, {theirs:.4f} in training")
     return found
 
 

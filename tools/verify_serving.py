@@ -36,6 +36,7 @@ from mtp_train.engine.sequences import Completion, Request
 from mtp_train.evaluate.acceptance import acceptance
 from mtp_train.evaluate.lossless import first_difference
 from mtp_train.export.stage import ExportConfig, export_head, import_head
+from mtp_train.heads.base import DraftHead
 from mtp_train.heads.mtp import MtpConfig, MtpHead, build
 from mtp_train.models.target import Target
 from mtp_train.precompute.sources import EngineStates
@@ -95,7 +96,7 @@ def serving_checks(args: argparse.Namespace) -> list[dict[str, Any]]:
     folder = job.folder.export("mimo_mtp")
     theirs = serve(args, job.target(), folder, [answer.prompt_ids for answer in answers], "heldout")
     prompts, outputs = theirs["prompts"], theirs["outputs"]
-    rows = [compare(job, import_head(folder, job.target()), theirs, args)]
+    rows = [compare(job, import_head(folder, job.target())[1], theirs, args)]
     index, length = rows[0]["longest_common"]
     sample = Answer("sample", "all", (), prompts[index], outputs[index][:length], "length")
     rows.append(overfitted(job, sample, args))
@@ -109,11 +110,11 @@ def recorded(args: argparse.Namespace) -> dict[str, Any]:
         raise UserError("--result needs the head that was served", "no --head", "name its folder")
     job = Job([f"recipe={args.recipe}"])
     theirs = vllm_figures(read_json(args.result))
-    return compare(job, import_head(args.head, job.target()), theirs, args)
+    return compare(job, import_head(args.head, job.target())[1], theirs, args)
 
 
 def compare(
-    job: Job, head: MtpHead, theirs: dict[str, Any], args: argparse.Namespace
+    job: Job, head: DraftHead, theirs: dict[str, Any], args: argparse.Namespace
 ) -> dict[str, Any]:
     """Our counters beside vLLM's, along its text and running free."""
     prompts, outputs = theirs.pop("prompts"), theirs.pop("outputs")
@@ -259,7 +260,7 @@ def vllm_figures(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_ours(
-    target: Target, head: MtpHead, requests: Sequence[Request], args: argparse.Namespace
+    target: Target, head: DraftHead, requests: Sequence[Request], args: argparse.Namespace
 ) -> list[Completion]:
     engine = Engine(target, ChainProposer(target, head, args.k), EngineConfig(max_batch=args.batch))
     return engine.generate(requests)

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
-from typing import cast
 
 import torch
 
@@ -77,8 +76,7 @@ def _workspace(device: torch.device) -> Workspace:
 
 
 def _of(workspace: Workspace, kv: PagedKV, plan: BatchPlan) -> AttentionContext:
-    contexts = cast("dict[int, AttentionContext]", plan.contexts)
-    made = contexts.get(id(kv))
+    made = plan.contexts.get(id(kv))
     if made is None:
-        made = contexts[id(kv)] = FlashInferContext(kv, plan, workspace)
+        made = plan.contexts[id(kv)] = FlashInferContext(kv, plan, workspace)
     return made

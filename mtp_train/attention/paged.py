@@ -10,14 +10,14 @@ uniform batch, C cached rows of the longest sequence (those in the window, where
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mtp_train.attention.interface import AttentionRule, attend, soft_capped
+from mtp_train.attention.interface import AttentionContext, AttentionRule, attend, soft_capped
 from mtp_train.attention.packed import PackedContext
 
 KEPT = 0.75  # a sequence joins a batch padded to `longest` if its cache is at least this share of it ...
@@ -35,15 +35,28 @@ class PagedKV:
     Args:
         layers: layers of the target plus the head's.
         pages, page_size: capacity; a slot is page * page_size + offset.
+        backend: who makes a batch's context; the torch one if nobody is named.
     """
 
     def __init__(
-        self, layers: int, pages: int, page_size: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        layers: int,
+        pages: int,
+        page_size: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        backend: Callable[[PagedKV, BatchPlan], AttentionContext] | None = None,
     ) -> None:
+        self._backend = backend or PagedContext.of
         self.page_size = page_size
         self.pages = pages
         self.dtype, self.device = dtype, device
         self._pools: list[tuple[Tensor, Tensor] | None] = [None] * layers
+
+    def context(self, plan: BatchPlan) -> AttentionContext:
+        """The context of a batch over this cache, made once: target and head share it."""
+        return self._backend(self, plan)
 
     def write(self, layer: int, slots: Tensor, key_TGd: Tensor, value_TGw: Tensor) -> None:
         pools = self._pools[layer]
@@ -64,6 +77,13 @@ class PagedKV:
         for pools in self._pools[:layers]:
             for pool in pools or ():
                 pool.index_copy_(0, goal, pool.index_select(0, source))
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Zero these pages in every layer."""
+        index = torch.tensor(pages, dtype=torch.int64, device=self.device)
+        for pools in self._pools:
+            for pool in pools or ():
+                pool.view(self.pages, -1).index_fill_(0, index, 0)
 
     def _pool(self, rows: Tensor) -> Tensor:
         with torch.inference_mode(False):  # a later call may be outside of it
@@ -111,7 +131,7 @@ class BatchPlan:
     trees: tuple[TreeRows | None, ...] | None = (
         None  # one per sequence; none where no rows are a tree's
     )
-    contexts: dict[int, PagedContext] = field(default_factory=dict, repr=False, compare=False)
+    contexts: dict[int, AttentionContext] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def sequences(self) -> int:
@@ -194,7 +214,7 @@ class PagedContext:
         self._groups: dict[int | None, list[_Group]] = {}  # by window
 
     @classmethod
-    def of(cls, cache: PagedKV, plan: BatchPlan) -> PagedContext:
+    def of(cls, cache: PagedKV, plan: BatchPlan) -> AttentionContext:
         """The context of `plan`, made once: target and head share it."""
         made = plan.contexts.get(id(cache))
         if made is None:

@@ -19,9 +19,12 @@ from torch import Tensor
 from mtp_train.core.errors import UserError
 from mtp_train.core.progress import say
 from mtp_train.core.provenance import (
-    file_digest,
+    file_digests,
     read_json,
+    require_files,
     require_writable,
+    sealed,
+    unsealed,
     usual_mode,
     versions,
     write_json,
@@ -34,6 +37,7 @@ from mtp_train.models.target import Target
 
 TENSORS = "head.safetensors"
 CARD = "head.json"
+RESTORE = "use another checkpoint, or restore the file from a backup"
 BEGINNINGS = (
     "init",
     "embedding_noise",
@@ -53,8 +57,9 @@ class HeadCard:
     Attributes:
         state: the target state that its lm_head reads.
         quantisation: of the target that it was trained for.
+        files: SHA-256 of what lies beside the tensors, by name.
         config: how it was trained.
-        head: how it is made: the fields of its family's dataclass. `save_checkpoint` fills it in, and the hash.
+        head: how it is made: the fields of its family's dataclass. `save_checkpoint` fills it in, and the hashes.
         measured: acceptance through the engine at this step, where training measured it: tau and what stands behind it.
     """
 
@@ -66,6 +71,7 @@ class HeadCard:
     step: int
     sha256: str = ""  # of the tensor file
     quantisation: str = "none"
+    files: dict[str, str] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=versions)
     head: dict[str, Any] = field(default_factory=dict)  # empty: the family's defaults
@@ -99,8 +105,9 @@ def save_checkpoint(
         )
     for name, value in (notes or {}).items():
         write_json(temporary / name, value)
-    own = {"sha256": file_digest(temporary / TENSORS), "head": asdict(head.config)}
-    write_json(temporary / CARD, asdict(card) | own)
+    files = file_digests(temporary)
+    own = {"sha256": files.pop(TENSORS), "files": files, "head": asdict(head.config)}
+    write_json(temporary / CARD, sealed(asdict(card) | own))
     for path in temporary.glob("*.safetensors"):
         usual_mode(path)
     shutil.rmtree(folder, ignore_errors=True)
@@ -122,7 +129,7 @@ def read_card(folder: Path) -> HeadCard:
         raise UserError(
             f"a head checkpoint must hold {CARD}", folder, "run train, or name the folder it wrote"
         )
-    value = read_json(folder / CARD)
+    value = unsealed(read_json(folder / CARD), folder / CARD, RESTORE)
     known = {
         item.name: item.default is item.default_factory is MISSING for item in fields(HeadCard)
     }
@@ -140,6 +147,7 @@ def warm_start(
     """A head to train further, of the configured family and options.
 
     It may come from another target of the same sizes. A head of one module begins every module of a head of several.
+    What its block has for itself it keeps, unless the configuration says otherwise (head.layer).
     Its draft vocabulary stays as it is, since its lm_head's rows mean these tokens; how much of the new text it covers
     is said.
 
@@ -154,7 +162,7 @@ def warm_start(
     differ = [
         name
         for name in wanted.keys() | found.keys()
-        if name not in BEGINNINGS and wanted.get(name) not in (found.get(name), [])
+        if name not in BEGINNINGS and wanted.get(name) not in (found.get(name), [], {})
     ]
     if differ:
         raise UserError(
@@ -181,12 +189,7 @@ def load_head(
     card = read_card(folder)
     family_of(card.family)
     require_match(card, target, same_weights=same_weights)
-    if not (folder / TENSORS).is_file() or file_digest(folder / TENSORS) != card.sha256:
-        raise UserError(
-            "a head's tensors must be the bytes its card names",
-            folder / TENSORS,
-            "restore the file from a backup",
-        )
+    require_files(folder, {TENSORS: card.sha256}, RESTORE)
     head = make_head(target, {"family": card.family} | card.head)
     head.load_state_dict(load_tensors(folder / TENSORS, head.state_dict()))
     if head.vocabulary is not None:

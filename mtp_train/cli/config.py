@@ -27,8 +27,10 @@ FREE = (
     "regenerate.prompts",
     "regenerate.limits",
     "data.sets",
+    "evaluate.sets",
     "precompute.vllm.engine",
     "target.chat_template_kwargs",
+    "head.layer",
 )
 PACKAGE = Path(__file__).resolve().parents[1]
 

@@ -38,6 +38,8 @@ def corpora(job: Job) -> dict[str, Corpus]:
         answered: Path | None = job.folder.answers(name)
         if not (answered and answered.is_file() and name in job.config["regenerate"]["prompts"]):
             answered = None
+        if answered:
+            job.folder.require_same("regenerate", answered)
         if not answered and name not in data.sets:
             raise UserError(
                 f"the set {name} needs text",

@@ -1,4 +1,6 @@
-"""`mtp-train evaluate`: acceptance, losslessness, validation and speed of the run's head, through the engine."""
+"""`mtp-train evaluate`, or `torchrun -m mtp_train.cli.evaluate` on several ranks: acceptance, losslessness, validation
+and speed of the run's head, through the engine.
+"""
 
 from __future__ import annotations
 
@@ -10,54 +12,110 @@ from typing import Any
 
 import torch
 
-from mtp_train.checkpoint.heads import load_head
+from mtp_train.checkpoint.heads import HeadCard, load_head, read_card
 from mtp_train.cli.job import Job
-from mtp_train.cli.main import guarded
+from mtp_train.cli.main import dispatch, guarded
 from mtp_train.cli.run_folder import run_stage
-from mtp_train.core.dist import Ranks
-from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import file_digest, versions, write_json
-from mtp_train.core.records import Accounting
 from mtp_train.evaluate import stage as measure
-from mtp_train.evaluate.stage import EvaluateConfig, PromptSet, prompt_set
-from mtp_train.text.sources import read_answers
+from mtp_train.evaluate.runs import Bench
+from mtp_train.evaluate.sets import PromptSet, answered_set, chat_set, tell
+from mtp_train.evaluate.speed import measure_speeds
+from mtp_train.evaluate.stage import ANSWERED, EvaluateConfig
+from mtp_train.heads.base import DraftHead
+from mtp_train.models.target import Target
+from mtp_train.text.sources import read_sources, sources_digest
 from mtp_train.train.loop import CURVES
 
-SETS = ("heldout", "ood")
+SETS = ANSWERED
 
 
 def stage(job: Job) -> None:
     config: EvaluateConfig = job.section("evaluate", EvaluateConfig)
-    before = [job.folder.require(name)["outputs"] for name in ("regenerate", "train")]
-    inputs = [asdict(config), asdict(job.engine_config), before, job.target_inputs]
+    prompts = {name: sources_digest(read_sources(value)) for name, value in config.sets.items()}
+    values = {key: value for key, value in asdict(config).items() if key != "sets"}
+    inputs = [values, prompts, asdict(job.engine_config), _before(job, config), job.target_inputs]
     run_stage(
         job.folder,
         "evaluate",
         inputs,
         lambda: _work(job, config),
         job.process.ranks,
-        whole=job.folder.evaluation.is_file,
+        files=[job.folder.evaluation],
     )
+
+
+def _before(job: Job, config: EvaluateConfig) -> list[str]:
+    """Outputs of the stages before. With prompts of its own, a head that was trained elsewhere can be evaluated."""
+    if not config.sets:
+        return [job.folder.require(name)["outputs"] for name in ("regenerate", "train")]
+    answered = job.folder.require("regenerate")["outputs"] if set_names(job) else ""
+    return [answered, read_card(job.folder.head).sha256]
 
 
 def _work(job: Job, config: EvaluateConfig) -> Any:
     size = job.engine_config.tensor_parallel
-    ranks = require_together(job.process.ranks, size).grouped(size)
+    ranks = job.process.ranks.grouped(size)
+    bench = Bench(job.folder.stage("evaluate") / "completions", ranks, config.seed)
     target = job.target(tensor_parallel=size)
     head, card = load_head(job.folder.head, target)
     sets = _sets(job, config)
-    figures, completions = measure.measure_acceptance(target, head, sets, config, job.engine_config)
-    requests = measure.spread(sets[0].requests, config.speed_prompts)
-    speed = measure.measure_speed(target, head, requests, config) if requests else {}
-    lossless = (
-        measure.measure_lossless(
-            job.target("float32", tensor_parallel=size), head, sets, config, job.engine_config
+    acceptance = measure.measure_acceptance(target, head, sets, config, job.engine_config, bench)
+    if ranks.main:
+        for prompts in sets:
+            tell(prompts)
+    accepted = acceptance.sets[sets[0].name]["greedy"]["per_position"]
+    parts = _parts(job, config, target, head, sets, bench, accepted)
+    if ranks.main:
+        examples = measure.make_examples(
+            job.tokenizer, sets[0], acceptance.greedy[sets[0].name], config.examples
         )
-        if config.lossless_prompts
-        else {}
-    )
-    evaluation = {
-        "format": 1,
+        evaluation = {
+            "format": 2,
+            **_provenance(job, config, target, head, card),
+            "sets": acceptance.sets,
+            "grid": acceptance.grid,
+            "accounting": {prompts.name: prompts.accounting.as_dict() for prompts in sets},
+            **{name: value for name, value in parts.items() if value},
+            "examples": examples,
+        }
+        write_json(job.folder.evaluation, evaluation)
+    ranks.wait()
+    return file_digest(job.folder.evaluation)
+
+
+def _parts(
+    job: Job,
+    config: EvaluateConfig,
+    target: Target,
+    head: DraftHead,
+    sets: list[PromptSet],
+    bench: Bench,
+    accepted: list[float],
+) -> dict[str, Any]:
+    """Everything beside acceptance; what was not asked for, or has nothing to be measured on, is empty."""
+    answered = next((prompts for prompts in sets if prompts.answers), None)
+    validation: dict[str, Any] = {}
+    speed: dict[str, Any] = {}
+    model: dict[str, Any] = {}
+    lossless: dict[str, Any] = {}
+    if answered:
+        validation = measure.validation_figures(
+            target, head, answered, last_validation(job), config, bench
+        )
+    if bench.ranks.unit == 0:
+        speed, model = measure_speeds(target, head, sets[0], accepted, config)
+    bench.ranks.wait()  # the others leave the machine to it
+    if config.lossless_prompts:
+        exact = job.target("float32", tensor_parallel=target.tensor_parallel)
+        lossless = measure.measure_lossless(exact, head, sets, config, job.engine_config, bench)
+    return {"validation": validation, "lossless": lossless, "speed": speed, "speed_model": model}
+
+
+def _provenance(
+    job: Job, config: EvaluateConfig, target: Target, head: DraftHead, card: HeadCard
+) -> dict[str, Any]:
+    found = {
         "target": {
             "path": str(target.path),
             "hash": target.hash,
@@ -73,55 +131,34 @@ def _work(job: Job, config: EvaluateConfig) -> Any:
             "sha256": card.sha256,
         },
         "versions": versions(),
-        "data_digest": job.folder.require("precompute")["outputs"],
         "command": job.command,
         "machine": {
             "cpu": platform.processor() or platform.machine(),
             "threads": torch.get_num_threads(),
             "device": job.device,
-            "ranks": ranks.world,
+            "ranks": job.process.ranks.world,
         },
+        "scheme": asdict(config.drafted(config.drafts)),
         "k": config.drafts,
         "dtype": str(target.dtype).removeprefix("torch."),
         "max_new_tokens": config.max_new_tokens,
-        "sets": figures,
-        "validation": measure.validation_figures(target, head, sets[0], last_validation(job)),
-        "lossless": lossless,
-        "speed": speed,
-        "examples": measure.make_examples(job.tokenizer, sets[0], completions, config.examples),
     }
-    left_out = {
-        "lossless": lossless,
-        "speed": speed,
-    }  # by evaluate.lossless_prompts=0, speed_prompts=0
-    for name in [name for name, figures in left_out.items() if not figures]:
-        del evaluation[name]
-    if ranks.main:
-        write_json(job.folder.evaluation, evaluation)
-    ranks.wait()
-    return file_digest(job.folder.evaluation)
-
-
-def require_together(ranks: Ranks, size: int) -> Ranks:
-    """The ranks, if they hold one target together."""
-    if ranks.world != size:
-        raise UserError(
-            "evaluate runs on as many ranks as hold the target together, engine.tensor_parallel",
-            f"{ranks.world} ranks, engine.tensor_parallel={size}",
-            f"launch with torchrun --nproc-per-node {size} -m mtp_train.cli.evaluate ...",
-        )
-    return ranks
+    if job.folder.done("precompute"):
+        found["data_digest"] = job.folder.require("precompute")["outputs"]
+    return found
 
 
 def _sets(job: Job, config: EvaluateConfig) -> list[PromptSet]:
-    """The held-out prompts first, then those out of domain where the run has any."""
-    stop = job.stop
-    return [
-        prompt_set(
-            name, read_answers(job.folder.answers(name), Accounting()), stop, config.max_new_tokens
-        )
-        for name in set_names(job)
+    """The held-out prompts first, then those out of domain where the run has any, then the configured ones."""
+    stop, longest = job.stop, config.max_new_tokens
+    job.folder.require_same("regenerate", *(job.folder.answers(name) for name in set_names(job)))
+    answered = [
+        answered_set(name, job.folder.answers(name), stop, longest) for name in set_names(job)
     ]
+    named = [
+        chat_set(name, value, job.template, stop, longest) for name, value in config.sets.items()
+    ]
+    return [*answered, *named]
 
 
 def set_names(job: Job) -> list[str]:
@@ -136,10 +173,13 @@ def last_validation(job: Job) -> dict[str, float]:
 
 
 def curves(job: Job) -> list[dict[str, Any]]:
-    """What the trainer wrote at every step and validation."""
-    text = (job.folder.stage("train") / CURVES).read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()]
+    """What the trainer wrote at every step and validation; nothing where the head was trained elsewhere."""
+    path = job.folder.stage("train") / CURVES
+    if not path.is_file():
+        return []
+    job.folder.require_same("train", path)
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(lambda: stage(Job(sys.argv[1:]))))
+    sys.exit(guarded(lambda: dispatch("evaluate", sys.argv[1:])))

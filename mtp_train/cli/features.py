@@ -40,10 +40,12 @@ def outputs(job: Job, is_live: bool) -> Any:
 def trained_counts(job: Job) -> Tensor:
     """How often each token of the training set is trained: int64 [vocabulary]. Loads no target."""
     if not config_of(job).live:
-        return FeatureStore(job.features("train")).token_counts(trained=True)
+        return FeatureStore(job.features("train"), checked=True).token_counts(trained=True)
     folder = job.folder.corpus("train")
     size = LiveManifest.load(folder).contract.vocab_size
-    return torch.from_numpy(Corpus(folder).token_counts(size, trained=True))
+    corpus = Corpus(folder)
+    corpus.require_same()
+    return torch.from_numpy(corpus.token_counts(size, trained=True))
 
 
 def held_states(job: Job) -> tuple[str, ...]:
@@ -59,7 +61,9 @@ def open_features(job: Job, name: str, target: Target, states: Sequence[str]) ->
     if not config.live:
         return FeatureStore(job.features(name), states, checked=True)
     folder = job.folder.corpus(name)
-    features = LiveFeatures(target, Corpus(folder), LiveManifest.load(folder), states)
+    corpus = Corpus(folder)
+    corpus.require_same()
+    features = LiveFeatures(target, corpus, LiveManifest.load(folder), states)
     features.gate(config, config.gate_sequences)
     return features
 

@@ -21,7 +21,8 @@ from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import folder_digest, read_json
 from mtp_train.engine.engine import EngineConfig
 from mtp_train.evaluate.stage import EvaluateConfig
-from mtp_train.export.mimo import not_held
+from mtp_train.export.formats import usual
+from mtp_train.export.layout import Layout
 from mtp_train.export.stage import ExportConfig, require_servable
 from mtp_train.heads.families import family_of
 from mtp_train.models.quantised import NONE, require_quantisation
@@ -165,8 +166,8 @@ class Job:
         ) in SECTIONS.items():  # a mistake in the last stage's keys shows before the first one runs
             self.section(name, cls)
         self.head_config = self._head_config()
-        if not not_held(self.head_config):  # others are never served from the run folder
-            require_servable(self.folder.root)
+        if self.layout and not self.layout.not_held(self.head_config):  # others are never served
+            require_servable(self.folder.root, self.layout)
         transformers_logging.disable_progress_bar()
         transformers_logging.set_verbosity_error()
         logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # tells of ends only
@@ -180,6 +181,12 @@ class Job:
     def _head_config(self) -> Any:
         """The dataclass of the section `head`, whose key `family` says which."""
         return self.section("head", family_of(self.config["head"].get("family")).config)
+
+    @property
+    def layout(self) -> Layout | None:
+        """Where the configured head is exported to; none if nothing holds its family."""
+        config: ExportConfig = self.section("export", ExportConfig)
+        return usual(config.format, self.head_config.family)
 
     @property
     def device(self) -> str:

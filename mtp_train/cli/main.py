@@ -15,14 +15,21 @@ from mtp_train.core.errors import UserError
 STAGES = ("regenerate", "precompute", "train", "evaluate", "report", "export")
 PLAN = "plan"  # a look ahead: no part of a run
 TOOLS = ("inspect", "store")  # with arguments of their own, and without a run
+COMPARE = ["report", "compare"]  # a look at several runs
+IMPORT = "import"  # in place of `train`
+LIST = "--list"  # of `export`
 SWEEP = ("-m", "--multirun")  # Hydra's own flags
 USAGE = f"""usage: mtp-train STAGE [recipe=NAME] [key=value ...]
        mtp-train train -m [recipe=NAME] [key=value,value ...]
+       mtp-train report compare RUN RUN [RUN ...] [--out FOLDER]
+       mtp-train import FOLDER [key=value ...]
        mtp-train TOOL [arguments]         (mtp-train TOOL --help tells them)
 
 stages: {", ".join(STAGES)}
         plan           disk, memory and hours of the configuration, before anything is loaded
         run            all of them, in this order; what is done already is not done again
+        import FOLDER  a head in a serving layout becomes the run's trained head
+        export --list  which layouts hold the head, and why another does not
         train -m, evaluate -m    a sweep: a job for each choice of values, and a table of them all
 tools:  inspect        what a data set trains: its masks in colour, lengths, duplicates, refused rows
         store          look into a feature store: verify, stat or sample
@@ -34,7 +41,8 @@ keys:   see conf/ (target.path, run, train.epochs, ...); `run` names the folder 
 def main() -> int:
     arguments = sys.argv[1:]
     asked = {"-h", "--help", "help"} & set(arguments)
-    if not arguments or (asked and arguments[0] not in TOOLS):
+    own_help = arguments[:1] and (arguments[0] in TOOLS or arguments[:2] == COMPARE)
+    if not arguments or (asked and not own_help):
         print(USAGE)
         return 0 if arguments else 2
     return guarded(lambda: dispatch(arguments[0], arguments[1:]))
@@ -45,9 +53,18 @@ def dispatch(name: str, overrides: list[str]) -> None:
     if name in TOOLS:
         command(name).tool(overrides)
         return
+    if [name, *overrides[:1]] == COMPARE:
+        command(name).tool(overrides[1:])
+        return
+    if name == IMPORT:
+        command("importing").run(overrides)
+        return
+    if name == "export" and LIST in overrides:
+        command(name).show([item for item in overrides if item != LIST])
+        return
     if name not in (*STAGES, "run", PLAN):
         raise UserError(
-            "a stage must be one of " + ", ".join((*STAGES, "run", PLAN, *TOOLS)),
+            "a stage must be one of " + ", ".join((*STAGES, "run", PLAN, IMPORT, *TOOLS)),
             name,
             "see mtp-train --help",
         )
@@ -66,9 +83,10 @@ def dispatch(name: str, overrides: list[str]) -> None:
 def _whole_run(job: Any) -> tuple[str, ...]:
     """All stages; a head that no layout holds is not exported, which is said before the work begins."""
     from mtp_train.core.progress import say
-    from mtp_train.export.mimo import not_held
 
-    if cannot := not_held(job.head_config):
+    family = f"head.family={job.head_config.family}"
+    cannot = job.layout.not_held(job.head_config) if job.layout else family
+    if cannot:
         say(f"run: there will be no export, its layout can't hold {cannot}")
         return tuple(stage for stage in STAGES if stage != "export")
     return STAGES

@@ -11,8 +11,8 @@ from mtp_train.core.errors import UserError
 from mtp_train.core.progress import say
 from mtp_train.core.provenance import file_digest, write_json
 from mtp_train.core.records import Accounting
+from mtp_train.dialogue.plans import question, read_plans
 from mtp_train.engine.engine import Engine
-from mtp_train.regenerate.prompts import question, read_plans
 from mtp_train.regenerate.server import Server
 from mtp_train.regenerate.stage import Answerer, Outcome, RegenerateConfig, regenerate
 from mtp_train.text.sources import asked, read_sources, sources_digest
@@ -40,7 +40,7 @@ def stage(job: Job) -> None:
         "regenerate",
         [values, prompts, job.target_inputs],
         lambda: _work(job, config),
-        whole=lambda: all(job.folder.answers(name).is_file() for name in config.prompts),
+        files=[job.folder.answers(name) for name in config.prompts],
     )
 
 

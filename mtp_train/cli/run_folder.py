@@ -1,14 +1,15 @@
 """The run folder: where stages leave and find things, and whether a stage is already done.
 
 A stage's stamp records a digest of its inputs (its own configuration and what the stages before it wrote); the stage
-runs again only when that digest changes.
+runs again only when that digest changes. It also records the bytes of files that later stages read and that carry no
+digest of their own: `require_same` verifies them before they are read.
 """
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,15 @@ from typing import Any
 from mtp_train.core.dist import Ranks
 from mtp_train.core.errors import UserError
 from mtp_train.core.progress import say
-from mtp_train.core.provenance import digest, read_json, require_writable, versions, write_json
+from mtp_train.core.provenance import (
+    digest,
+    file_digest,
+    read_json,
+    require_files,
+    require_writable,
+    versions,
+    write_json,
+)
 
 STAMP = "stage.json"
 BEGUN = "inputs.json"  # digest of the inputs that the folder's content belongs to, done or not
@@ -52,6 +61,10 @@ class RunFolder:
     def export(self, layout: str) -> Path:
         return self.root / "export" / layout
 
+    def done(self, stage: str) -> bool:
+        """Whether the stage has left its stamp."""
+        return (self.stage(stage) / STAMP).is_file()
+
     def require(self, stage: str) -> dict[str, Any]:
         """The stamp of a stage that must be done by now."""
         path = self.stage(stage) / STAMP
@@ -62,6 +75,22 @@ class RunFolder:
                 f"run `mtp-train {stage}` with the same run folder",
             )
         return dict(read_json(path))
+
+    def require_same(self, stage: str, *paths: Path) -> None:
+        """Raise unless files of a stage have the bytes that its stamp records, where it records them."""
+        stamp = self.stage(stage) / STAMP
+        noted = read_json(stamp).get("files", {}) if stamp.is_file() else {}
+        names = [path.relative_to(self.root).as_posix() for path in paths]
+        require_files(
+            self.root,
+            {name: noted[name] for name in names if name in noted},
+            f"delete it and run `mtp-train {stage}` again",
+        )
+
+    def outputs(self, stage: str) -> str:
+        """Digest of a stage's outputs; empty where it was not done here, as before an imported head."""
+        path = self.stage(stage) / STAMP
+        return str(read_json(path)["outputs"]) if path.is_file() else ""
 
     def seconds(self, before: str) -> dict[str, float]:
         """Wall seconds of the stages before `before`, as measured when they ran."""
@@ -79,13 +108,15 @@ def run_stage(
     *,
     keeps: bool = False,
     whole: Callable[[], bool] = lambda: True,
+    files: Sequence[Path] = (),
     half: Any = None,
 ) -> None:
     """Run `work` unless the stage is done with these inputs; `work` returns what its outputs are (a digest's input).
 
     What other inputs left in the stage's folder is not mixed in: a finished stage is set aside as `<stage>.before`
     (in the place of an older one), a half-done one is removed, unless the stage knows what of it may stay (`keeps`).
-    A stage whose outputs are gone (not `whole`) is not done. `half`: the inputs that half-done work belongs to, where
+    A stage whose outputs are gone (not `whole`, or one of `files`) is not done. `files`: those that the stamp records,
+    and that must be there when `work` ends. `half`: the inputs that half-done work belongs to, where
     it can be gone on from with some others changed.
     """
     place, ranks = folder.stage(name), ranks or Ranks()
@@ -93,7 +124,7 @@ def run_stage(
     wanted = digest(inputs)
     wanted_half = wanted if half is None else digest(half)
     stamp, begun = place / STAMP, place / BEGUN
-    done = _inputs(stamp) == wanted and whole()
+    done = _inputs(stamp) == wanted and whole() and all(path.is_file() for path in files)
     ranks.wait()
     if done:
         say(f"{name}: done before, inputs unchanged")
@@ -115,6 +146,9 @@ def run_stage(
             {
                 "inputs": wanted,
                 "outputs": digest(outputs),
+                "files": {
+                    path.relative_to(folder.root).as_posix(): file_digest(path) for path in files
+                },
                 "seconds": seconds,
                 "versions": versions(),
             },

@@ -85,7 +85,7 @@ class _Sweep:
 
     def run(self) -> None:
         require_inputs(self.parent, self.jobs)
-        if self.stage == "evaluate":
+        if self.stage == "evaluate" and not self.parent.config["evaluate"]["sets"]:
             self.parent.folder.require("regenerate")
         self.metric  # noqa: B018  # a name that is none is refused now
         ranks = self.process.ranks
@@ -153,9 +153,10 @@ class _Sweep:
         terms = tuple(config.losses().enabled())
         names = list(ValidationSums(config.rollout_steps, terms).summary())
         if self.stage == "evaluate":
-            drafts = job.section("evaluate", EvaluateConfig).drafts
-            empty = {mode: _no_figures(drafts) for mode in MODES}
-            names += evaluation_figures({name: empty for name in evaluate.set_names(self.parent)})
+            measured: EvaluateConfig = job.section("evaluate", EvaluateConfig)
+            empty = {mode: _no_figures(measured.drafts) for mode in MODES}
+            sets = [*evaluate.set_names(self.parent), *measured.sets]
+            names += evaluation_figures({name: empty for name in sets})
         return names
 
     def _report(self) -> Report:

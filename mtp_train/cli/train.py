@@ -11,7 +11,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch import distributed
 
-from mtp_train.checkpoint.heads import TENSORS, read_card, warm_start
+from mtp_train.checkpoint.heads import CARD, TENSORS, read_card, warm_start
 from mtp_train.cli.features import open_features, require_current, trained_counts
 from mtp_train.cli.job import PRECISIONS, Job
 from mtp_train.cli.main import dispatch, guarded
@@ -21,7 +21,7 @@ from mtp_train.core.provenance import file_digest
 from mtp_train.heads.families import build_head
 from mtp_train.models.target import target_hash
 from mtp_train.train.config import TrainConfig
-from mtp_train.train.loop import train
+from mtp_train.train.loop import CURVES, train
 from mtp_train.train.parallel import launched_strategy
 from mtp_train.train.state import unspread
 
@@ -59,6 +59,7 @@ def fit(job: Job) -> None:
         lambda: _work(job, config, head_config),
         job.process.ranks,
         whole=(job.folder.head / TENSORS).is_file,
+        files=[job.folder.head / CARD, job.folder.stage("train") / CURVES],
         half=[whoever, *data],
     )
 

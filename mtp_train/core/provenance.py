@@ -18,6 +18,7 @@ from typing import Any
 from mtp_train import __version__
 from mtp_train.core.errors import UserError
 
+SEAL = "seal"
 LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "safetensors", "zstandard")
 
 
@@ -31,6 +32,45 @@ def digest(value: Any) -> str:
     """SHA-256 (first 16 hex digits) of a JSON-serialisable value; key order does not matter."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def sealed(value: dict[str, Any]) -> dict[str, Any]:
+    """A JSON object with a digest of itself in it, which `unsealed` verifies."""
+    return value | {
+        SEAL: digest(json.loads(json.dumps(value)))
+    }  # as it will be read: keys are text
+
+
+def unsealed(value: Any, path: Path, remedy: str) -> Any:
+    """A sealed object as it was; anything else is returned as it is.
+
+    Raises:
+        UserError: something in it is not what was written.
+    """
+    if not isinstance(value, dict) or SEAL not in value:
+        return value
+    rest = {key: item for key, item in value.items() if key != SEAL}
+    if digest(rest) != value[SEAL]:
+        raise UserError(
+            "a file must say what was written to it", f"{path} with other values", remedy
+        )
+    return rest
+
+
+def file_digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file in `folder`, by name."""
+    return {path.name: file_digest(path) for path in sorted(folder.iterdir()) if path.is_file()}
+
+
+def require_files(folder: Path, digests: dict[str, str], remedy: str) -> None:
+    """Raise unless these files of `folder` have the bytes that were noted of them."""
+    for name, noted in digests.items():
+        path = folder / name
+        if not path.is_file() or file_digest(path) != noted:
+            what = "has other bytes" if path.is_file() else "is gone"
+            raise UserError(
+                "a file must have the bytes that were noted of it", f"{path} {what}", remedy
+            )
 
 
 def file_digest(path: Path) -> str:
@@ -88,7 +128,7 @@ def read_json(path: Path) -> Any:
         raise UserError(
             "a file that the run needs must exist", path, "run the stage that writes it"
         ) from error
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # no UTF-8, or no JSON
         raise UserError(
             "a JSON file must be well-formed",
             f"{path}: {error}",

@@ -24,7 +24,7 @@ from mtp_train.attention.paged import BatchPlan, PagedKV, plan_before
 from mtp_train.batches.align import draft_rows
 from mtp_train.engine.clock import Clock
 from mtp_train.engine.propose import Carry, Draft, Drafting, HeadRunner, Waiting, require_steps
-from mtp_train.engine.sampling import draw
+from mtp_train.engine.sampling import best, draw
 from mtp_train.heads.base import DraftHead
 from mtp_train.models.target import Target
 
@@ -116,7 +116,7 @@ class ChainProposer(HeadRunner):
     def _choose(self, logits_BU: Tensor, step: Drafting) -> tuple[Tensor, Tensor | None]:
         """A draft per sequence [B], in the target's vocabulary, and q [B, V] where it is wanted."""
         if not step.drawn:
-            token_B = self.in_target(logits_BU.argmax(dim=-1))
+            token_B = self.in_target(best(logits_BU))
             q_BU = step.keep.draft_probabilities(logits_BU) if step.keep else None
         else:
             q_BU = step.rules.draft_probabilities(logits_BU)

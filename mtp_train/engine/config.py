@@ -27,6 +27,7 @@ class EngineConfig:
         order: `overlapped` shows the head what was verified before the host knows what was accepted, and drafts one
             token ahead at once where one is all; `plain` does one thing after the other. The tokens are the same.
         tensor_parallel: ranks that hold target and head together, where a stage loads them for an engine.
+        attention: `flashinfer`, `torch`, or `auto`: FlashInfer where there is a GPU and the package.
         alphas: measure sum over tokens of min(p, q) at every draft position that is reached.
     """
 
@@ -38,6 +39,7 @@ class EngineConfig:
     mixed_drafts: bool = True
     share_prefixes: bool = True
     order: str = "overlapped"
+    attention: str = "auto"
     alphas: bool = False
     tensor_parallel: int = 1
 
@@ -61,7 +63,7 @@ class RunStats:
     """What one `generate` call took. `seconds` splits `wall` by part; the rest is the engine's own Python.
 
     Attributes:
-        steps: forwards of the target.
+        steps: forwards of the target in which something was decoded.
         preempted: times that a sequence gave up its pages and was computed again.
         shared_rows: prompt rows that another sequence had computed.
     """

@@ -5,6 +5,7 @@ One allocator, one page table per sequence and one cache serve target and head.
 
 from __future__ import annotations
 
+from mtp_train.attention.backends import backend_for
 from mtp_train.attention.paged import PagedKV
 from mtp_train.engine.config import EngineConfig
 from mtp_train.engine.pages import PageAllocator
@@ -24,12 +25,14 @@ class Parts:
         self.proposer = proposer = self.together.drafting(proposer)
         pages = config.cache_rows // config.page_size
         self.pages = PageAllocator(pages, config.page_size, proposer.reach or 0)
+        self.backend = backend_for(target.device, config.attention)
         self.cache = PagedKV(
             target.layers + proposer.cache_layers,
             pages,
             config.page_size,
             dtype=target.dtype,
             device=target.device,
+            backend=self.backend.of,
         )
 
     @property

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtp_train.attention.paged import BatchPlan, PagedContext, PagedKV, TreeRows
+from mtp_train.attention.paged import BatchPlan, PagedKV, TreeRows
 from mtp_train.core.errors import UserError
 from mtp_train.engine.clock import Clock
 from mtp_train.engine.sampling import Randomness, Rules
@@ -225,7 +225,7 @@ class HeadRunner:
         later: int = 0,
     ) -> Tensor:
         """The head's outputs at draft step `step`, at positions `later` after the plan's [T, D]."""
-        context = PagedContext.of(cache, plan)
+        context = cache.context(plan)
         embedding_TD = self.head.embed(self.target, token_T)
         return self.head.at(step)(embedding_TD, state_TD, plan.positions + later, context)
 

@@ -24,6 +24,7 @@ from mtp_train.core.errors import UserError
 Randomness = torch.Generator | Sequence[torch.Generator]
 
 COLDEST = 1e-5  # vLLM takes temperatures below this for greedy; logits divided by them overflow
+CANDIDATES = 512  # most nuclei of a language model lie within; on a CPU, sorting 49,152 logits costs ten times more
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class Sampling:
     Attributes:
         temperature: divides the logits; 0 is greedy, which no filter changes.
         top_k: only the k most likely tokens, and those as likely as the last of them (0: off).
-        top_p: only the most likely tokens that together have this chance, at least one (1: off).
+        top_p: only the most likely tokens that together have this chance, and those as likely as the last of them
+            (1: off).
         min_p: only tokens at least this times as likely as the most likely one (0: off).
         repetition_penalty: divides positive logits of tokens that occur in prompt or output, multiplies negative
             ones (1: off). Greedy choices heed it too.
@@ -194,12 +196,40 @@ def keep_top_k(logits: Tensor, top_k: Tensor, most: int) -> Tensor:
 
 
 def keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
-    """-inf for the least likely tokens whose chances sum to 1 - p or less; the most likely one stays. 1 keeps all."""
-    ascending, index = logits.sort(dim=-1, stable=True)
-    below = torch.softmax(ascending, dim=-1).cumsum(dim=-1)
-    out = (below <= 1 - top_p) & (top_p < 1)
-    out[..., -1] = False
-    return logits.masked_fill(torch.zeros_like(out).scatter_(-1, index, out), -math.inf)
+    """-inf for tokens that others, all more likely, have a chance of p without (arXiv 1904.09751, 3.1). 1 keeps all.
+
+    Equally likely tokens stay or go together; vLLM drops any of them.
+    """
+    rows_NV = logits.reshape(-1, logits.shape[-1])
+    top_p_N = top_p.expand(*logits.shape[:-1], 1).flatten()
+    candidates = CANDIDATES if logits.device.type == "cpu" else logits.shape[-1]
+    least_N = _least_of_nucleus(rows_NV, top_p_N, candidates)
+    return logits.masked_fill(logits < least_N.view(*logits.shape[:-1], 1), -math.inf)
+
+
+def _least_of_nucleus(logits_NV: Tensor, top_p_N: Tensor, candidates: int) -> Tensor:
+    """The smallest logit that stays in each row [N], sought among the best candidates first.
+
+    Asking whether they were enough waits for the device: where that matters, let all be candidates.
+    """
+    count = min(candidates, logits_NV.shape[1])
+    best_NC = logits_NV.topk(count, dim=1).values
+    p_NC = torch.exp(best_NC - logits_NV.logsumexp(dim=1, keepdim=True))
+    mass_NC = p_NC.cumsum(dim=1)
+    last_N1 = ((mass_NC - p_NC) < top_p_N.unsqueeze(1)).sum(dim=1, keepdim=True) - 1
+    least_N = best_NC.gather(1, last_N1).squeeze(1).masked_fill(top_p_N >= 1, -math.inf)
+    if count < logits_NV.shape[1]:
+        short_N = (mass_NC[:, -1] < top_p_N) & (top_p_N < 1)
+        if short_N.any():
+            least_N[short_N] = _least_of_nucleus(
+                logits_NV[short_N], top_p_N[short_N], candidates * 16
+            )
+    return least_N
+
+
+def best(logits: Tensor) -> Tensor:
+    """The argmax of each row [...]: `max` finds it in a sixth of `argmax`'s time on bfloat16 rows of the CPU."""
+    return logits.max(dim=-1).indices
 
 
 def one_hot(logits: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from mtp_train.engine.clock import Clock
 from mtp_train.engine.parts import Parts
 from mtp_train.engine.sampling import Randomness, Sampling
 from mtp_train.engine.sequences import Batch, Completion, Request, Sequence
-from mtp_train.engine.step import Step
+from mtp_train.engine.step import NOT_FINITE, Step
 
 
 class Schedule:
@@ -43,8 +43,9 @@ class Schedule:
             yield from self._refused()
             self._admit()
             if self.running:
-                self.step(self._batch())
-                self.steps += 1
+                batch = self._batch()
+                self.step(batch)
+                self.steps += bool(batch.decoding)
                 self._name_pages()
                 yield from self._retire()
 
@@ -165,6 +166,8 @@ class Schedule:
         if not self.config.share_prefixes or self.proposer.reach is None:
             return
         for sequence in self.running:
+            if not sequence.decoding or sequence.finish == NOT_FINITE:
+                continue  # nothing has been said from these rows yet: they may not be numbers
             rows = sequence.cached
             if not self.proposer.ahead:
                 rows = min(rows, sequence.observed)
@@ -176,6 +179,11 @@ class Schedule:
             return
         self.running = [sequence for sequence in self.running if not sequence.finish]
         for sequence in finished:
+            if (
+                sequence.finish == NOT_FINITE
+            ):  # whoever gets these pages sees them masked, and NaN shows all the same
+                self.parts.cache.clear(sequence.pages[sequence.named :])
             self.pages.release(sequence.pages)
             self.generators.pop(sequence.request.key, None)
+        for sequence in finished:
             yield sequence.complete()

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtp_train.attention.paged import BatchPlan, PagedContext, TreeRows, plan_batch
+from mtp_train.attention.paged import BatchPlan, TreeRows, plan_batch
 from mtp_train.batches.align import next_tokens, verified_tokens
 from mtp_train.engine.clock import Clock
 from mtp_train.engine.logprobs import token_logprobs
@@ -39,6 +39,7 @@ from mtp_train.engine.sampling import (
     Randomness,
     Rules,
     Sampling,
+    best,
     draw,
     seen_tokens,
     seen_with_drafts,
@@ -190,7 +191,7 @@ class Step:
     def _target_rows(self, token_T: Tensor, plan: BatchPlan) -> dict[str, Tensor]:
         """The post-norm states and those that the proposer is shown, by name."""
         names = dict.fromkeys((self.target.state, *self.proposer.states))
-        context = PagedContext.of(self.cache, plan)
+        context = self.cache.context(plan)
         return self.target.capture(token_T, plan.positions, context, tuple(names))
 
     def _logits(
@@ -221,7 +222,7 @@ class Step:
         chain = tree is None and not typical
         alpha_BK = self._alphas(decoding, draft, logits_BRV, seen)
         if rules.greedy and not typical:
-            choice_BR = rules.logits(logits_BRV, seen).argmax(dim=-1)
+            choice_BR = best(rules.logits(logits_BRV, seen))
         else:
             p_BRV = rules.probabilities(logits_BRV, seen)
             random = self.random(decoding)
@@ -269,7 +270,7 @@ class Step:
         rules = self._rules_of(ending)
         seen = self._known_tokens(ending) if rules.penalised else None
         if rules.greedy:
-            first_E = rules.logits(logits_EV, seen).argmax(dim=-1)
+            first_E = best(rules.logits(logits_EV, seen))
         else:
             first_E = draw(rules.probabilities(logits_EV, seen), self.random(ending))
         return self._scripted(first_E.unsqueeze(1), ending, None).squeeze(1)

@@ -7,28 +7,26 @@ schema is documented in docs/evaluation.md.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from mtp_train.core.errors import UserError
-from mtp_train.core.progress import progress
-from mtp_train.engine.chain import ChainProposer
-from mtp_train.engine.engine import Engine, EngineConfig, RunStats
-from mtp_train.engine.sampling import Sampling
-from mtp_train.engine.sequences import Completion, Request
-from mtp_train.evaluate.acceptance import acceptance
+from mtp_train.engine.engine import Engine, EngineConfig
+from mtp_train.engine.schemes import SchemeConfig, make_proposer
 from mtp_train.evaluate.examples import example
+from mtp_train.evaluate.grid import Acceptance, Cell, Grid, measure_grid
 from mtp_train.evaluate.lossless import compare, transformers_greedy
-from mtp_train.evaluate.validation import engine_validation
+from mtp_train.evaluate.runs import Bench, Run
+from mtp_train.evaluate.sets import PromptSet, require_names, spread
+from mtp_train.evaluate.validation import answer_sums, names, summary
 from mtp_train.heads.base import DraftHead
 from mtp_train.models.target import Target, transformers_own
-from mtp_train.text.sources import Answer
 
-T = TypeVar("T")
+ANSWERED = ("heldout", "ood")  # sets of regenerated answers
 
 
 @dataclass(frozen=True)
@@ -36,22 +34,41 @@ class EvaluateConfig:
     """What is measured.
 
     Attributes:
-        drafts: k, drafted tokens per step.
+        sets: name -> a source or a list of them (see text.sources.SourceConfig): prompts beside the run's own, whose
+            users' turns the target answers one after the other.
+        scheme: how drafts are made: `chain`, a `dynamic` or `fixed` tree, or `ngram` (see engine.schemes).
+        drafts: drafted tokens per step: k of a chain, the size of a tree.
+        depth, top_k: of a tree.
         max_new_tokens: longest output.
         temperature: of the sampled run beside the greedy one.
         sampled_prompts: prompts per set of the sampled run, a fixed draw from the set.
-        speed_prompts: prompts of the speed run at batch 1 (a fixed draw from the first set; 0 leaves it out).
+        temperatures, ks: acceptance is measured at every pair of these too, on `grid_prompts` prompts per set, a fixed
+            draw. Naming one of them leaves the other at the main runs' own.
+        speed_prompts: prompts of the speed run (a fixed draw from the first set, one batch at least; 0 leaves it out).
+        speed_batches: sequences at once in the speed run, 1 first.
+        cost_batches: batch sizes whose costs are measured, for the model of speed.
+        cost_repeats: rounds of the costs.
         lossless_prompts: prompts per set compared in float32 (0 leaves it out).
         lossless_tokens: longest output compared.
         reference_prompts: of these, compared with transformers' generate too.
         examples: outputs shown token by token in the report.
     """
 
+    sets: dict[str, Any] = field(default_factory=dict)
+    scheme: str = "chain"
     drafts: int = 3
+    depth: int = 3
+    top_k: int = 4
     max_new_tokens: int = 128
     temperature: float = 1.0
     sampled_prompts: int = 1000
+    temperatures: list[float] = field(default_factory=list)
+    ks: list[int] = field(default_factory=list)
+    grid_prompts: int = 32
     speed_prompts: int = 6
+    speed_batches: list[int] = field(default_factory=lambda: [1, 4, 16])
+    cost_batches: list[int] = field(default_factory=lambda: [1, 4, 16, 64])
+    cost_repeats: int = 5
     lossless_prompts: int = 1000
     lossless_tokens: int = 128
     reference_prompts: int = 4
@@ -59,35 +76,39 @@ class EvaluateConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("drafts", "max_new_tokens"):
+        require_names(list(self.sets), ANSWERED)
+        for name in ("drafts", "max_new_tokens", "sampled_prompts", "grid_prompts"):
             if getattr(self, name) < 1:
                 raise UserError(
                     f"evaluate.{name} must be 1 or more", getattr(self, name), "raise it"
                 )
+        self.drafted(self.drafts)
         if self.temperature < 0:
             raise UserError("evaluate.temperature must be 0 or more", self.temperature, "raise it")
+        if any(not 0 <= item < math.inf for item in self.temperatures):
+            raise UserError(
+                "evaluate.temperatures must be 0 or more", self.temperatures, "correct them"
+            )
+        if any(item < 1 for item in self.ks):
+            raise UserError("evaluate.ks must be 1 or more", self.ks, "correct them")
 
+    def drafted(self, drafts: int) -> SchemeConfig:
+        """The scheme with so many drafts."""
+        return SchemeConfig(self.scheme, drafts, self.depth, self.top_k)
 
-@dataclass(frozen=True)
-class PromptSet:
-    """Prompts of one kind, with the target's own answers where there are any."""
-
-    name: str
-    requests: tuple[Request, ...]
-    categories: dict[str, str]  # key -> category
-    answers: tuple[Answer, ...] = ()
-
-
-def prompt_set(
-    name: str, answers: Sequence[Answer], stop: frozenset[int], max_new_tokens: int
-) -> PromptSet:
-    """A set whose prompts are those of regenerated answers."""
-    requests = tuple(
-        Request(answer.key, answer.prompt_ids, max_new_tokens, stop) for answer in answers
-    )
-    return PromptSet(
-        name, requests, {answer.key: answer.category for answer in answers}, tuple(answers)
-    )
+    @property
+    def grid(self) -> Grid:
+        """The runs that acceptance is measured by."""
+        temperatures = self.temperatures or [0.0, self.temperature]
+        ks = self.ks or [self.drafts]
+        wanted = [Cell(temperature, self.drafted(k)) for temperature in temperatures for k in ks]
+        return Grid(
+            Cell(0.0, self.drafted(self.drafts)),
+            Cell(self.temperature, self.drafted(self.drafts)),
+            tuple(dict.fromkeys(wanted)) if self.temperatures or self.ks else (),
+            self.sampled_prompts,
+            self.grid_prompts,
+        )
 
 
 def measure_acceptance(
@@ -96,27 +117,10 @@ def measure_acceptance(
     sets: Sequence[PromptSet],
     config: EvaluateConfig,
     engine_config: EngineConfig,
-) -> tuple[dict[str, Any], list[Completion]]:
-    """Acceptance per set, greedy and sampled; and the first set's greedy completions."""
-    engine = Engine(
-        target, ChainProposer(target, copy.deepcopy(head), config.drafts), engine_config
-    )
-    figures: dict[str, Any] = {}
-    first: list[Completion] = []
-    for prompts in sets:
-        some = spread(prompts.requests, config.sampled_prompts)
-        figures[prompts.name] = {}
-        for mode, temperature, requests in (
-            ("greedy", 0.0, prompts.requests),
-            ("sampled", config.temperature, some),
-        ):
-            what = f"evaluate {prompts.name} {mode}"
-            done = _run(engine, requests, Sampling(temperature, config.seed), what)
-            figures[prompts.name][mode] = acceptance(
-                done, prompts.categories, temperature, config.drafts
-            )
-            first = first or done
-    return figures, first
+    bench: Bench,
+) -> Acceptance:
+    """Acceptance per set, greedy and sampled, and the grid's; what became of each set's rows is counted."""
+    return measure_grid(target, head, sets, config.grid, engine_config, bench)
 
 
 def measure_lossless(
@@ -125,26 +129,31 @@ def measure_lossless(
     sets: Sequence[PromptSet],
     config: EvaluateConfig,
     engine_config: EngineConfig,
+    bench: Bench,
 ) -> dict[str, Any]:
-    """Greedy speculative against plain decoding, and plain decoding against transformers' generate.
+    """Greedy speculative against plain decoding, and plain decoding against transformers' generate; of conversations,
+    the first turns.
 
-    `target` should be in float32: bfloat16 has ties at every step.
+    `target` should be in float32: bfloat16 has ties at every step. Only the first unit of ranks compares.
     """
-    requests = [
-        replace(
-            request,
-            key=f"{prompts.name}/{request.key}",
-            max_new_tokens=min(request.max_new_tokens, config.lossless_tokens),
+    together = _lossless_prompts(sets, config)
+
+    def speculative() -> Engine:
+        return Engine(
+            target,
+            make_proposer(target, copy.deepcopy(head), config.drafted(config.drafts)),
+            engine_config,
         )
-        for prompts in sets
-        for request in prompts.requests[: config.lossless_prompts]
-    ]
-    plain = _run(Engine(target, None, engine_config), requests, Sampling(), "lossless plain")
-    proposer = ChainProposer(target, copy.deepcopy(head), config.drafts)
-    speculative = _run(
-        Engine(target, proposer, engine_config), requests, Sampling(), "lossless speculative"
-    )
-    result = compare(target, plain, speculative)
+
+    plain = bench.run(
+        "lossless.plain", together, lambda: Engine(target, None, engine_config), 0.0
+    ).completions
+    drafted = bench.run("lossless.speculative", together, speculative, 0.0).completions
+    if bench.ranks.unit:
+        return {}
+    drafted_keys = {completion.key for completion in drafted}  # its drafts' rows take some room
+    plain = tuple(completion for completion in plain if completion.key in drafted_keys)
+    result = compare(target, plain, drafted)
     if config.reference_prompts and target.path is not None:
         reference = transformers_own(target)
         some = spread(plain, config.reference_prompts)
@@ -156,86 +165,52 @@ def measure_lossless(
     return result
 
 
-def measure_speed(
-    target: Target, head: DraftHead, requests: Sequence[Request], config: EvaluateConfig
-) -> dict[str, Any]:
-    """Plain and speculative decoding of the same prompts, one at a time, in turn; k = 1 .. drafts."""
-    small = EngineConfig(max_batch=1, cache_rows=8192)
-    engines = {0: Engine(target, None, small)}
-    for drafts in range(1, config.drafts + 1):
-        engines[drafts] = Engine(target, ChainProposer(target, copy.deepcopy(head), drafts), small)
-    stats: dict[int, list[RunStats]] = {drafts: [] for drafts in engines}
-    done: dict[int, list[Completion]] = {drafts: [] for drafts in engines}
-    for engine in engines.values():  # first calls pay for allocations
-        engine.generate([replace(requests[0], max_new_tokens=8)])
-    with progress(len(requests) * len(engines), "speed, batch 1", "run") as bar:
-        for request in requests:
-            for drafts, engine in engines.items():
-                done[drafts] += engine.generate([request])
-                stats[drafts].append(engine.stats)
-                bar.update()
-    plain = _speed(stats[0])
-    speculative = {
-        str(drafts): _speed(stats[drafts]) | {"tau": _tau(done[drafts])}
-        for drafts in engines
-        if drafts
-    }
-    for row in speculative.values():
-        row["ratio"] = row["tokens_per_s"] / plain["tokens_per_s"]
-    return {"batch": 1, "prompts": len(requests), "plain": plain, "speculative": speculative}
+def _lossless_prompts(sets: Sequence[PromptSet], config: EvaluateConfig) -> PromptSet:
+    """The first prompts of all sets as one set."""
+    requests = tuple(
+        replace(
+            request,
+            key=f"{prompts.name}/{request.key}",
+            max_new_tokens=min(request.max_new_tokens, config.lossless_tokens),
+        )
+        for prompts in sets
+        for request in prompts.requests[: config.lossless_prompts]
+    )
+    return PromptSet("lossless", requests, {request.key: "all" for request in requests})
 
 
 def make_examples(
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: PromptSet,
-    completions: Sequence[Completion],
-    count: int,
+    tokenizer: PreTrainedTokenizerBase, prompts: PromptSet, run: Run, count: int
 ) -> list[dict[str, Any]]:
     """Outputs with each token's origin, a fixed draw from the set."""
-    messages = {answer.key: answer.messages for answer in prompts.answers}
     return [
-        example(tokenizer, done, messages[done.key][-1]["content"], prompts.categories[done.key])
-        for done in spread(completions, count)
+        example(tokenizer, done, run.questions.get(done.key, ""), prompts.categories[done.key])
+        for done in spread(run.completions, count)
     ]
 
 
 def validation_figures(
-    target: Target, head: DraftHead, prompts: PromptSet, training: dict[str, float]
+    target: Target,
+    head: DraftHead,
+    prompts: PromptSet,
+    training: dict[str, float],
+    config: EvaluateConfig,
+    bench: Bench,
 ) -> dict[str, dict[str, float]]:
-    """The first draft's validation figures through the engine, beside the trainer's own."""
-    served = copy.deepcopy(head).to(target.dtype).eval()
-    ours = engine_validation(target, served, prompts.answers)
-    return {"engine": ours, "training": {name: training[name] for name in ours if name in training}}
+    """Each draft step's validation figures through the engine, the trainer's own, and what lies between them.
 
-
-def spread(items: Sequence[T], count: int) -> list[T]:
-    """`count` items of a sequence, in order, drawn with a fixed seed: a regular stride would meet only one of two
-    categories that take turns.
+    As many steps as the trainer measured, so that both count the same chains; `drafts` of them where it has none.
     """
-    chosen = np.random.default_rng(0).permutation(len(items))[:count]
-    return [items[index] for index in sorted(chosen.tolist())]
-
-
-def _run(
-    engine: Engine, requests: Sequence[Request], sampling: Sampling, what: str
-) -> list[Completion]:
-    with progress(len(requests), what, "prompt") as bar:
-        return engine.generate(requests, sampling, on_finish=lambda _: bar.update())
-
-
-def _speed(stats: Sequence[RunStats]) -> dict[str, Any]:
-    wall, tokens = sum(item.wall for item in stats), sum(item.tokens for item in stats)
-    parts = sorted({part for item in stats for part in item.seconds})
-    seconds = {part: sum(item.seconds.get(part, 0.0) for item in stats) for part in parts}
+    depths = max((int(name[3:]) for name in training if name.startswith("kl/")), default=0)
+    depths = depths or config.drafts
+    served = copy.deepcopy(head).to(target.dtype).eval()
+    sums = bench.sums(
+        "validation", prompts.answers, lambda answer: answer_sums(target, served, answer, depths)
+    )
+    ours = summary(sums, depths)
+    theirs = {name: training[name] for name in names(depths) if name in training}
     return {
-        "tokens_per_s": tokens / wall,
-        "wall": wall,
-        "tokens": tokens,
-        "steps": sum(item.steps for item in stats),
-        "seconds": seconds,
+        "engine": ours,
+        "training": theirs,
+        "difference": {name: ours[name] - value for name, value in theirs.items()},
     }
-
-
-def _tau(completions: Sequence[Completion]) -> float:
-    steps = [step.accepted for completion in completions for step in completion.steps]
-    return 1 + sum(steps) / max(len(steps), 1)

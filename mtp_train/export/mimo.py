@@ -5,24 +5,29 @@ vLLM computes `input_proj([hidden_layernorm(H) | token_layernorm(E)])`, a Qwen2 
 `mimo_mtp.py`). Our head has the embedding first, so the two halves of the projection change places. vLLM always
 builds q/k/v biases and leaves missing ones uninitialised, so zeros are written for a block without them.
 
-Knows tensors and config keys only; the reload check is `reload.py`'s.
+Knows tensors and config keys only; the check of an export is `check.py`'s.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mtp_train.core.errors import UserError
+from mtp_train.export import llama
+from mtp_train.export.layout import METHOD_WORDS, Chain, Layout, Serving, cast, require_tensors
+from mtp_train.export.reference import Layer, chained
 from mtp_train.heads.base import DraftHead
 from mtp_train.heads.block import unlike_llama
-from mtp_train.heads.mtp import MtpHead
+from mtp_train.heads.mtp import MtpConfig, MtpHead
 from mtp_train.heads.native import swap_halves
 from mtp_train.models.target import Target
 
 PREFIX = "model.mtp_layers.0."
+ARCHITECTURE = "MiMoForCausalLM"
 NORMS = {
     "token_layernorm": "enorm",
     "hidden_layernorm": "hnorm",
@@ -31,158 +36,122 @@ NORMS = {
     "post_attention_layernorm": "block.post_attention_layernorm",
 }
 SWITCHES = ("enorm", "hnorm", "input_norm", "final_norm")  # of MtpConfig
-BLOCK = (
-    "self_attn.q_proj.weight",
-    "self_attn.k_proj.weight",
-    "self_attn.v_proj.weight",
-    "self_attn.o_proj.weight",
-    "mlp.gate_proj.weight",
-    "mlp.up_proj.weight",
-    "mlp.down_proj.weight",
-)
 BIASES = ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")
-HELD = {*BLOCK, *BIASES, "input_layernorm.weight", "post_attention_layernorm.weight"}
-CONFIG_KEYS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "rope_parameters",
-    "hidden_act",
-    "attention_bias",
-    "mlp_bias",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-)
+HELD = {*llama.MATRICES, *BIASES, *llama.NORMS}
+PROJECTION = f"{PREFIX}input_proj.weight"
+
+
+class MimoMtp(Layout):
+    """`mimo_mtp`."""
+
+    name = "mimo_mtp"
+    family = MtpHead.family
+    forbidden = METHOD_WORDS
+
+    def head_faults(self, config: Any) -> Iterator[str]:
+        if config.modules > 1:
+            yield f"head.modules={config.modules}"
+        yield from (f"head.{name}=false" for name in SWITCHES if not getattr(config, name))
+
+    def target_faults(self, config: Any, target: Target) -> Iterator[str]:
+        yield from llama.block_faults(config, target, HELD)
+        yield from llama.output_faults(target)
+
+    def tensors(self, head: DraftHead, target: Target, dtype: torch.dtype) -> dict[str, Tensor]:
+        ours = head.state_dict()
+        tensors = {theirs: ours[mine] for theirs, mine in names().items()}
+        tensors[PROJECTION] = swap_halves(tensors[PROJECTION])
+        for bias in BIASES:
+            rows = tensors[f"{PREFIX}{bias.replace('.bias', '.weight')}"].shape[0]
+            tensors[f"{PREFIX}{bias}"] = ours.get(f"block.{bias}", torch.zeros(rows))
+        return cast(tensors, dtype)
+
+    def config(self, head: DraftHead, target: Target) -> dict[str, Any]:
+        """vLLM's MTP class reads the target's own config: this one must say the same."""
+        return llama.dimensions(target) | {
+            "architectures": [ARCHITECTURE],
+            "model_type": target.config.model_type,
+            "num_hidden_layers": 1,
+            "num_nextn_predict_layers": 1,
+        }
+
+    def recognises(self, config: Mapping[str, Any]) -> bool:
+        alone = config.get("num_hidden_layers", 1) == 1  # a whole MiMo has more
+        return config.get("architectures") == [ARCHITECTURE] and alone
+
+    def read(
+        self, tensors: dict[str, Tensor], config: Mapping[str, Any], target: Target
+    ) -> MtpHead:
+        head = MtpHead(target, MtpConfig(block=block_kind(target)))
+        ours = head.state_dict()
+        zero_biases = {f"{PREFIX}{bias}": f"block.{bias}" for bias in BIASES}
+        wanted = names() | {theirs: mine for theirs, mine in zero_biases.items() if mine in ours}
+        require_tensors(
+            tensors, {theirs: ours[mine] for theirs, mine in wanted.items()}, zero_biases
+        )
+        for theirs in set(zero_biases) - set(wanted):
+            if theirs in tensors and bool(tensors[theirs].any()):
+                raise UserError(
+                    "a bias must be zero for a target without biases",
+                    theirs,
+                    "import it for another target",
+                )
+        loaded = {mine: tensors[theirs].float() for theirs, mine in wanted.items()}
+        loaded["eh_proj.weight"] = swap_halves(loaded["eh_proj.weight"])
+        head.load_state_dict(loaded)
+        return head
+
+    def served(
+        self, tensors: Mapping[str, Tensor], config: Mapping[str, Any], chain: Chain
+    ) -> list[Tensor]:
+        layer = Layer(tensors, config, PREFIX)
+
+        def step(embedding: Tensor, state: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+            embedding = torch.where(position.unsqueeze(1) == 0, 0, embedding)
+            hidden = layer.norm(f"{PREFIX}hidden_layernorm.weight", state)
+            token = layer.norm(f"{PREFIX}token_layernorm.weight", embedding)
+            rows = layer.linear("input_proj", torch.cat([hidden, token], dim=-1))
+            normed = layer.norm(f"{PREFIX}input_layernorm.weight", rows)
+            rows = rows + layer.attention(normed, position)
+            normed = layer.norm(f"{PREFIX}post_attention_layernorm.weight", rows)
+            out = layer.norm(f"{PREFIX}final_layernorm.weight", rows + layer.mlp(normed))
+            return out, out
+
+        return chained(step, chain, chain.states["post_norm"], chain.lm_head)
+
+    def serving(self, config: Any, target: str, head: str, drafts: int) -> list[Serving]:
+        overrides = '{"num_nextn_predict_layers": 1}'
+        draft = f'{{"method": "mtp", "model": "{head}", "num_speculative_tokens": {drafts}}}'
+        vllm = f"""```python
+from vllm import LLM
+
+llm = LLM(model="{target}", hf_overrides={overrides}, speculative_config={draft})
+```
+
+`hf_overrides` tells vLLM that the target has an MTP layer beside it. The same as a server (not run here):
+
+```
+vllm serve {target} --hf-overrides '{overrides}' --speculative-config '{draft}'
+```"""
+        return [
+            Serving("vLLM, method `mtp`", "0.32.0, CPU build", True, vllm),
+            Serving(
+                "SGLang, algorithm `EAGLE`",
+                "mid 2026",
+                False,
+                llama.sglang("EAGLE", target, head, drafts),
+            ),
+        ]
 
 
 def names() -> dict[str, str]:
     """Name in the layout -> name in `MtpHead`, for every tensor that the head has."""
     norms = {f"{PREFIX}{theirs}.weight": f"{ours}.weight" for theirs, ours in NORMS.items()}
-    block = {f"{PREFIX}{name}": f"block.{name}" for name in BLOCK}
-    return norms | block | {f"{PREFIX}input_proj.weight": "eh_proj.weight"}
-
-
-def export_tensors(head: MtpHead, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The layout's tensors, complete: nothing missing, nothing else."""
-    ours = require_head(head).state_dict()
-    require_block(ours)
-    tensors = {theirs: ours[mine] for theirs, mine in names().items()}
-    tensors[f"{PREFIX}input_proj.weight"] = swap_halves(tensors[f"{PREFIX}input_proj.weight"])
-    for bias in BIASES:
-        rows = tensors[f"{PREFIX}{bias.replace('.bias', '.weight')}"].shape[0]
-        tensors[f"{PREFIX}{bias}"] = ours.get(f"block.{bias}", torch.zeros(rows))
-    return {name: tensor.to(dtype).contiguous().clone() for name, tensor in sorted(tensors.items())}
-
-
-def import_tensors(tensors: dict[str, Tensor], head: MtpHead) -> None:
-    """Load the layout's tensors into `head`; a missing, extra or misshapen one is an error that names it."""
-    ours = head.state_dict()
-    require_block(ours)
-    zero_biases = {f"{PREFIX}{bias}": f"block.{bias}" for bias in BIASES}
-    wanted = names() | {theirs: mine for theirs, mine in zero_biases.items() if mine in ours}
-    _require_names(set(tensors), set(wanted), optional=set(zero_biases))
-    for theirs in set(zero_biases) - set(wanted):
-        if theirs in tensors and bool(tensors[theirs].any()):
-            raise UserError(
-                "a bias must be zero for a target without biases",
-                theirs,
-                "import it for another target",
-            )
-    loaded = {mine: tensors[theirs].float() for theirs, mine in wanted.items()}
-    loaded["eh_proj.weight"] = swap_halves(loaded["eh_proj.weight"])
-    for name, tensor in loaded.items():
-        if tensor.shape != ours[name].shape:
-            raise UserError(
-                "a tensor must have the target's dimensions",
-                f"{name} {tuple(tensor.shape)} for {tuple(ours[name].shape)}",
-                "use the head's own target",
-            )
-    head.load_state_dict(loaded)
-
-
-def config(target: Target) -> dict[str, Any]:
-    """The folder's config.json: the target's dimensions, RoPE and norm epsilon, one layer."""
-    theirs = target.config.to_dict()
-    kept = {key: theirs[key] for key in CONFIG_KEYS if key in theirs}
-    kept["head_dim"] = target.head_width
-    return kept | {
-        "architectures": ["MiMoForCausalLM"],
-        "model_type": theirs["model_type"],
-        "num_hidden_layers": 1,
-        "num_nextn_predict_layers": 1,
-        "tie_word_embeddings": False,
-        "dtype": str(target.dtype).removeprefix("torch."),
-    }
-
-
-def require_head(head: DraftHead) -> MtpHead:
-    """The head, if the layout holds its family and its norms; else a `UserError` that names what it can't hold."""
-    cannot = not_held(head.config)
-    if cannot or not isinstance(head, MtpHead):
-        raise UserError(
-            "the MiMo-MTP layout holds heads of family mtp of one module with all norms: engines run each of them",
-            cannot,
-            "use this head in mtp_train's engine, or train one that the layout holds",
-        )
-    return head
-
-
-def not_held(config: Any) -> str:
-    """What of a head's configuration the layout can't hold; empty if it holds such heads."""
-    if config.family != MtpHead.family:
-        return f"head.family={config.family}"
-    several = [f"head.modules={config.modules}"] if config.modules > 1 else []
-    missing = [f"head.{name}=false" for name in SWITCHES if not getattr(config, name)]
-    return ", ".join(several + missing)
+    block = {f"{PREFIX}{name}": f"block.{name}" for name in llama.MATRICES}
+    return norms | block | {PROJECTION: "eh_proj.weight"}
 
 
 def block_kind(target: Target) -> str:
     """`head.block` of a head that the layout holds: the target's own class if it has the layout's tensors."""
     own = set(target.base.layers[-1].state_dict())
     return "target" if own <= HELD and not unlike_llama(target) else "llama"
-
-
-def require_target(head: MtpHead, target: Target) -> None:
-    """Refuse what engines would compute otherwise: they run a plain block and the bare lm_head."""
-    odd = unlike_llama(target) if head.config.block == "target" else []
-    if odd:
-        raise UserError(
-            "the MiMo-MTP layout holds a Llama-type block",
-            f"{target.config.model_type} with {', '.join(odd)}",
-            "train a head with head.block=llama",
-        )
-    if target.logit_softcap is not None:
-        raise UserError(
-            "the MiMo-MTP layout has no cap on logits",
-            f"{target.config.model_type} with {target.logit_softcap}",
-            "use this head in mtp_train's engine",
-        )
-
-
-def require_block(state: dict[str, Tensor]) -> None:
-    """Refuse a head whose block the layout can't hold."""
-    block = {name.removeprefix("block.") for name in state if name.startswith("block.")}
-    extra = block - HELD
-    missing = {*BLOCK, "input_layernorm.weight", "post_attention_layernorm.weight"} - block
-    if extra or missing:
-        raise UserError(
-            "the MiMo-MTP layout holds a Llama-type block",
-            f"extra {sorted(extra)}, missing {sorted(missing)}",
-            "train a head with head.block=llama",
-        )
-
-
-def _require_names(found: set[str], wanted: set[str], optional: set[str]) -> None:
-    missing, extra = wanted - found, found - wanted - optional
-    if missing or extra:
-        raise UserError(
-            "a head folder must hold the layout's tensors and nothing else",
-            f"missing {sorted(missing)}, extra {sorted(extra)}",
-            "export the head again",
-        )

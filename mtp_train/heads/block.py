@@ -6,7 +6,7 @@ Knows no head family.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,12 @@ from mtp_train.models.target import Target, by_layer_type
 
 HEAD_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 BLOCKS = ("target", "llama")  # head.block: whose classes block, RoPE and norms are of
+OWN = (
+    "intermediate_size",
+    "rms_norm_eps",
+    "rope_parameters",
+)  # that a Llama block may have for itself
+Layer = Mapping[str, Any]  # some of `OWN`
 
 
 class Rotary(nn.Module):
@@ -28,10 +34,10 @@ class Rotary(nn.Module):
     In bfloat16 the angle at distance 1,000 would be wrong by more than a radian.
     """
 
-    def __init__(self, target: Target, kind: str = "target") -> None:
+    def __init__(self, target: Target, kind: str = "target", layer: Layer | None = None) -> None:
         super().__init__()
         made = plain.Rotary if kind == "llama" else type(target.base.rotary_emb)
-        config = head_config(target, kind=kind)
+        config = head_config(target, kind=kind, layer=layer)
         self.inner = made(config)
         self.options = {"layer_type": config.layer_types[-1]} if by_layer_type(config) else {}
 
@@ -48,15 +54,20 @@ class Rotary(nn.Module):
 
 
 def make_block(
-    target: Target, *, input_norm: bool = True, depth: int = 0, kind: str = "target"
+    target: Target,
+    *,
+    input_norm: bool = True,
+    depth: int = 0,
+    kind: str = "target",
+    layer: Layer | None = None,
 ) -> nn.Module:
     """A decoder layer of the target's class or a Llama's; the layer's first norm can be left out.
 
     Its keys and values are those of layer `depth` after the target's.
     """
-    layer = target.layers + depth
     made = plain.Layer if kind == "llama" else type(target.base.layers[-1])
-    block: Any = made(head_config(target, depth, kind), layer_idx=layer)
+    config = head_config(target, depth, kind, layer)
+    block: Any = made(config, layer_idx=target.layers + depth)
     if not input_norm:
         block.input_layernorm = nn.Identity()
     whole: nn.Module = block
@@ -101,24 +112,29 @@ def run_attention(
     return attended
 
 
-def make_norm(target: Target, wanted: bool = True, kind: str = "target") -> nn.Module:
+def make_norm(
+    target: Target, wanted: bool = True, kind: str = "target", layer: Layer | None = None
+) -> nn.Module:
     """A norm of the target's class or a Llama's; the identity where none is wanted."""
     norm = target.base.norm
     if not wanted:
         return nn.Identity()
     norm_class: Any = plain.Norm if kind == "llama" else type(norm)
-    made: nn.Module = norm_class(target.hidden_size, eps=_epsilon(norm))
+    epsilon = (layer or {}).get("rms_norm_eps", _epsilon(norm))
+    made: nn.Module = norm_class(target.hidden_size, eps=epsilon)
     return made
 
 
-def head_config(target: Target, depth: int = 0, kind: str = "target") -> Any:
+def head_config(
+    target: Target, depth: int = 0, kind: str = "target", layer: Layer | None = None
+) -> Any:
     """The config of a block that stands `depth` layers after the target's last one, and is of its type.
 
     Where layer types differ in RoPE and window, the weights that a block begins with fit the last layer's alone; a
     window of hundreds of tokens is wide for a draft, and costs less.
     """
     if kind == "llama":
-        return plain.plain_config(target)
+        return plain.plain_config(target, layer)
     config = copy.deepcopy(target.config)
     config._attn_implementation = target.config._attn_implementation
     if getattr(config, "layer_types", None):
@@ -129,6 +145,18 @@ def head_config(target: Target, depth: int = 0, kind: str = "target") -> Any:
 def require_block(kind: str) -> None:
     if kind not in BLOCKS:
         raise UserError("head.block must be one of " + ", ".join(BLOCKS), kind, "choose one")
+
+
+def require_layer(layer: Layer, kind: str, init: str) -> None:
+    """Raise unless a block may have these keys of its own."""
+    unknown = sorted(set(layer) - set(OWN))
+    if unknown:
+        raise UserError("keys of head.layer must be among " + ", ".join(OWN), unknown, "remove it")
+    if layer and kind != "llama":
+        raise UserError("head.layer needs head.block=llama", f"head.block={kind}", "set it")
+    if "intermediate_size" in layer and init == "last_layer":
+        rule = "a block that begins as the target's last layer must have its intermediate size"
+        raise UserError(rule, layer["intermediate_size"], "set head.init=random")
 
 
 @torch.no_grad()
@@ -166,11 +194,18 @@ def _of_heads(target: Target, tensors: dict[str, Tensor], name: str) -> bool:
     return name in tensors and len(tensors[name]) == target.head_width
 
 
-def start_linears(head: nn.Module) -> None:
-    """The random start of every matrix."""
+def start_linears(head: nn.Module, target: Target) -> None:
+    """The random start of every matrix; of experts, routers and sinks as the target's class begins them.
+
+    Those are made without a value. Norms begin as they are made: a head's may be of another class than the target's.
+    """
+    model: Any = target.model
     for module in head.modules():
+        own = any(True for _ in module.parameters(recurse=False))
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.02)
+        elif own and not type(module).__name__.endswith("RMSNorm"):
+            model._init_weights(module)
 
 
 def float_state(module: nn.Module) -> dict[str, Tensor]:

@@ -13,14 +13,22 @@ Shapes: T rows, D hidden width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mtp_train.attention.interface import AttentionContext
 from mtp_train.heads.base import DraftHead
-from mtp_train.heads.block import Rotary, make_block, require_block, run_block, start_linears
+from mtp_train.heads.block import (
+    Rotary,
+    make_block,
+    require_block,
+    require_layer,
+    run_block,
+    start_linears,
+)
 from mtp_train.heads.start import begin_as_last_layer, require_init
 from mtp_train.models.target import Target
 
@@ -31,18 +39,21 @@ class EagleConfig:
 
     Attributes:
         block: `target` for its own decoder layer class, `llama` for a plain Llama's of its sizes.
+        layer: what a Llama block has for itself: intermediate_size, rms_norm_eps, rope_parameters.
         init: `last_layer` or `random`, as for `mtp`: without norms `last_layer` begins near the same function.
         embedding_noise: standard deviation of the embedding half of `fc` at the start, over sqrt(D).
     """
 
     family: str = "eagle"
     block: str = "target"
+    layer: dict[str, Any] = field(default_factory=dict)
     init: str = "last_layer"
     embedding_noise: float = 0.1
 
     def __post_init__(self) -> None:
         require_init(self.init)
         require_block(self.block)
+        require_layer(self.layer, self.block, self.init)
 
 
 class EagleHead(DraftHead):
@@ -53,8 +64,8 @@ class EagleHead(DraftHead):
     def __init__(self, target: Target, config: EagleConfig) -> None:
         super().__init__(config)
         self.fc = nn.Linear(2 * target.hidden_size, target.hidden_size, bias=False)
-        self.block = make_block(target, input_norm=False, kind=config.block)
-        self.rotary = Rotary(target, config.block)
+        self.block = make_block(target, input_norm=False, kind=config.block, layer=config.layer)
+        self.rotary = Rotary(target, config.block, config.layer)
         self.float()
 
     def decoder_blocks(self) -> list[nn.Module]:
@@ -73,7 +84,7 @@ def build(target: Target, config: EagleConfig, seed: int = 0) -> EagleHead:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         head = EagleHead(target, config)
-        start_linears(head)
+        start_linears(head, target)
         if config.init == "last_layer":
             none = nn.Identity()
             begin_as_last_layer(target, head.fc, none, head.block, none, config.embedding_noise)

@@ -32,6 +32,7 @@ from mtp_train.heads.block import (
     make_block,
     make_norm,
     require_block,
+    require_layer,
     run_attention,
     set_gain,
     start_linears,
@@ -56,6 +57,7 @@ class Eagle3Config:
 
     Attributes:
         block: `target` for its own decoder layer class, `llama` for a plain Llama's of its sizes.
+        layer: what a Llama block has for itself: intermediate_size, rms_norm_eps, rope_parameters.
         init: `last_layer` begins as the target's last layer applied to the third state, with the target's own final
             norm and lm_head rows; `random` does not.
         embedding_noise: standard deviation of the embedding half of q, k and v at the start, over sqrt(D).
@@ -67,6 +69,7 @@ class Eagle3Config:
 
     family: str = "eagle3"
     block: str = "target"
+    layer: dict[str, Any] = field(default_factory=dict)
     init: str = "last_layer"
     embedding_noise: float = 0.1
     states: list[str] = field(default_factory=list)
@@ -78,6 +81,7 @@ class Eagle3Config:
     def __post_init__(self) -> None:
         require_init(self.init)
         require_block(self.block)
+        require_layer(self.layer, self.block, self.init)
         if len(self.states) not in (0, STATES):
             raise UserError(f"head.states must be {STATES} states or none", self.states, "name 3")
         if self.draft_vocabulary < 0:
@@ -103,19 +107,20 @@ class Eagle3Head(DraftHead):
         )
         width = target.hidden_size
         self.fc_norm: Any = nn.ModuleList(
-            make_norm(target, kind=config.block) for _ in range(STATES * config.fc_norm)
+            make_norm(target, kind=config.block, layer=config.layer)
+            for _ in range(STATES * config.fc_norm)
         )
         self.fc = nn.Linear(STATES * width, width, bias=False)
-        self.hidden_norm: Any = make_norm(target, kind=config.block)
-        self.block: Any = make_block(target, kind=config.block)
+        self.hidden_norm: Any = make_norm(target, kind=config.block, layer=config.layer)
+        self.block: Any = make_block(target, kind=config.block, layer=config.layer)
         _require_parts(self.block)
         for name in PROJECTIONS:
             old = getattr(self.block.self_attn, name)
             wide = nn.Linear(2 * width, old.out_features, bias=old.bias is not None)
             setattr(self.block.self_attn, name, wide)
-        self.norm: Any = make_norm(target, kind=config.block)
+        self.norm: Any = make_norm(target, kind=config.block, layer=config.layer)
         self.lm_head = nn.Linear(width, size or target.vocab_size, bias=False)
-        self.rotary = Rotary(target, config.block)
+        self.rotary = Rotary(target, config.block, config.layer)
         self.float()
 
     def decoder_blocks(self) -> list[nn.Module]:
@@ -182,7 +187,7 @@ def build(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         head = Eagle3Head(target, settled)
-        start_linears(head)
+        start_linears(head, target)
         if vocabulary_U is not None and head.vocabulary is not None:
             head.vocabulary.copy_(vocabulary_U)
         if config.init == "last_layer":

@@ -73,8 +73,8 @@ def build_head(
     return family_of(config.family).build(target, config, seed, counts_V)
 
 
-def make_head(target: Target, settings: dict[str, Any]) -> DraftHead:
-    """A head with its tensors unset, on the CPU, of the settings that it was saved with: `asdict(head.config)`."""
+def make_settings(settings: dict[str, Any]) -> Any:
+    """A family's dataclass from the settings that a head was saved with: `asdict(head.config)`."""
     family = family_of(settings["family"])
     known = {item.name for item in fields(family.config)}
     if not set(settings) <= known:
@@ -83,7 +83,12 @@ def make_head(target: Target, settings: dict[str, Any]) -> DraftHead:
             ", ".join(sorted(set(settings) - known)),
             "update mtp_train, or use another checkpoint",
         )
-    return family.head(target, family.config(**settings))
+    return family.config(**settings)
+
+
+def make_head(target: Target, settings: dict[str, Any]) -> DraftHead:
+    """A head with its tensors unset, on the CPU, of the settings that it was saved with."""
+    return family_of(settings["family"]).head(target, make_settings(settings))
 
 
 def outline_head(target: Target, config: Any) -> DraftHead:

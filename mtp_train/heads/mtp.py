@@ -132,7 +132,7 @@ def build(target: Target, config: MtpConfig, seed: int = 0) -> MtpHead:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         head = MtpHead(target, config)
-        start_linears(head)
+        start_linears(head, target)
         if config.init == "last_layer":
             for module in head.in_order():
                 begin_as_last_layer(

@@ -1,4 +1,4 @@
-"""Begin an `mtp` head as the MTP modules that a target was published with.
+"""MTP modules as targets are published with them: read to begin an `mtp` head, and written for engines.
 
 They lie beside the target's own weights, in one of three layouts. With E the embedding of x[p+1] and H the state:
 
@@ -10,7 +10,7 @@ They lie beside the target's own weights, in one of three layouts. With E the em
 modules share all but their blocks. (vLLM: deepseek_mtp.py, mimo_mtp.py, qwen3_next_mtp.py.) The block's tensors have
 the names of the target's own decoder layer, one matrix per expert, in fp8 with block scales where the target is.
 
-Knows names and equations; begins no other head.
+Knows names and equations, no file that is written and no other head.
 
 Shapes: D hidden width, E experts, I their intermediate width.
 """
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from mtp_train.core.errors import UserError
 from mtp_train.core.progress import say
 from mtp_train.heads.block import adds_one
-from mtp_train.models.quantised import scale_block, times_scales
+from mtp_train.models.quantised import SCALE_BLOCK, scale_block, times_scales
 from mtp_train.models.target import Target
 from mtp_train.models.weights import find_tensors, read_tensors
 
@@ -127,20 +127,67 @@ def begin_as_native(target: Target, modules: list[Any]) -> None:
 def _begin(
     target: Target, files: Mapping[str, Path], layout: Layout, depth: int, module: Any
 ) -> None:
+    names = [name for name in files if belongs(name, layout, target, depth)]
+    set_module(target, read_tensors(files, names), layout, depth, module)
+
+
+def belongs(name: str, layout: Layout, target: Target, depth: int) -> bool:
+    """Whether a tensor is one of module `depth`'s."""
+    own = {_at(key, layout, target, depth) for key in layout.parts | layout.shared}
+    in_block = name.startswith(_at(layout.block, layout, target, depth))
+    return (in_block or name in own) and not name.endswith(NOT_WEIGHTS)
+
+
+@torch.no_grad()
+def set_module(
+    target: Target, tensors: dict[str, Tensor], layout: Layout, depth: int, module: Any
+) -> None:
+    """Set an `MtpHead` module to a layout's tensors of module `depth`, complete."""
     block = _at(layout.block, layout, target, depth)
     parts = {_at(key, layout, target, depth): name for key, name in layout.parts.items()}
     shared = {_at(key, layout, target, depth): name for key, name in layout.shared.items()}
-    names = [name for name in files if name.startswith(block) or name in parts or name in shared]
-    read = read_tensors(files, [name for name in names if not name.endswith(NOT_WEIGHTS)])
-    _require_shared(target, {name: read.pop(key) for key, name in shared.items() if key in read})
+    tensors = dict(tensors)
+    _require_shared(
+        target, {name: tensors.pop(key) for key, name in shared.items() if key in tensors}
+    )
     ours = {
         parts.get(name, f"block.{name.removeprefix(block)}"): value.float()
-        for name, value in whole(read, scale_block(_folder(target))).items()
+        for name, value in whole(tensors, _scale_block(target)).items()
     }
     ours = stack_experts(ours)
     if layout.hidden_first and "eh_proj.weight" in ours:
         ours["eh_proj.weight"] = swap_halves(ours["eh_proj.weight"])
     load(module, ours, one_plus=layout.one_plus)
+
+
+@torch.no_grad()
+def module_tensors(
+    target: Target, layout: Layout, depth: int, module: Any, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """An `MtpHead` module's tensors by a layout's names, all of them: what `set_module` reads.
+
+    The embedding and lm_head are the target's and not among them.
+    """
+    block = _at(layout.block, layout, target, depth)
+    names = {name: _at(key, layout, target, depth) for key, name in layout.parts.items()}
+    ours = {
+        name: value.detach().float().cpu()
+        for name, value in module.state_dict().items()
+        if not name.startswith(LATER) and name != "vocabulary"
+    }
+    for name, norm in module.named_modules():
+        if type(norm).__name__.endswith("RMSNorm") and not name.startswith(LATER):
+            ours[f"{name}.weight"] = (
+                ours[f"{name}.weight"] + int(adds_one(norm)) - int(layout.one_plus)
+            )
+    if layout.hidden_first:
+        ours["eh_proj.weight"] = swap_halves(ours["eh_proj.weight"])
+    return {
+        names.get(name, f"{block}{name.removeprefix('block.')}"): value.to(dtype)
+        .contiguous()
+        .clone()  # slices of a stack share its memory, which a file can't
+        for name, value in split_experts(ours).items()
+    }
 
 
 @torch.no_grad()
@@ -163,9 +210,9 @@ def load(module: nn.Module, tensors: dict[str, Tensor], *, one_plus: bool) -> No
     ]
     if wrong:
         raise UserError(
-            "head.init=native needs the tensors of a head with all norms and the target's own block",
+            "MTP modules must have the tensors of a head with all norms and the target's own block",
             f"other {', '.join(wrong[:8])}",
-            "check head.block and head's norms, or choose another head.init",
+            "use their own target; for head.init=native check head.block and head's norms, or choose another init",
         )
     for name, norm in module.named_modules():
         if type(norm).__name__.endswith("RMSNorm") and not name.startswith(LATER):
@@ -187,13 +234,35 @@ def stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             found.setdefault(match[1], {})[match[3], int(match[2])] = value
     for prefix, experts in found.items():
         count = 1 + max(index for _, index in experts)
+        kinds = ("gate", "up", "down")
+        gone = [(kind, at) for kind in kinds for at in range(count) if (kind, at) not in experts]
+        if gone:
+            raise UserError(
+                "a layer with experts must have three matrices of each",
+                f"none named {prefix.removeprefix('block.')}.{gone[0][1]}.{gone[0][0]}_proj.weight",
+                "copy the files again, or use another checkpoint",
+            )
         gate, up, down = (
-            torch.stack([experts[kind, index] for index in range(count)])
-            for kind in ("gate", "up", "down")
+            torch.stack([experts[kind, index] for index in range(count)]) for kind in kinds
         )
         stacked[f"{prefix}.gate_up_proj"] = torch.cat([gate, up], dim=1)
         stacked[f"{prefix}.down_proj"] = down
     return stacked
+
+
+def split_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """transformers' stacks to one matrix per expert, as published: the inverse of `stack_experts`."""
+    split: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        prefix, _, stack = name.rpartition(".")
+        if stack == "gate_up_proj" and value.ndim == 3:
+            for kind, half in zip(("gate", "up"), value.chunk(2, dim=1), strict=True):
+                split |= {f"{prefix}.{at}.{kind}_proj.weight": one for at, one in enumerate(half)}
+        elif stack == "down_proj" and value.ndim == 3:
+            split |= {f"{prefix}.{at}.down_proj.weight": one for at, one in enumerate(value)}
+        else:
+            split[name] = value
+    return split
 
 
 def whole(tensors: dict[str, Tensor], block: tuple[int, int]) -> dict[str, Tensor]:
@@ -238,6 +307,10 @@ def _count(target: Target, files: Mapping[str, Path], layout: Layout) -> int:
 def _at(pattern: str, layout: Layout, target: Target, depth: int) -> str:
     block = layout.block.format(layer=target.layers + depth, depth=depth)
     return pattern.format(block=block, layer=target.layers + depth, depth=depth)
+
+
+def _scale_block(target: Target) -> tuple[int, int]:
+    return SCALE_BLOCK if target.path is None else scale_block(target.path)
 
 
 def _require_shared(target: Target, copies: dict[str, Tensor]) -> None:

@@ -5,8 +5,11 @@ No q or k norms, no biases, no experts, no latent attention: what the common ser
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
@@ -20,10 +23,13 @@ Layer, Norm, Rotary = LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 Config = LlamaConfig
 
 
-def plain_config(target: Target) -> LlamaConfig:
-    """A Llama with the target's widths, heads, positions, RoPE and norm epsilon."""
+def plain_config(target: Target, other: Mapping[str, Any] | None = None) -> LlamaConfig:
+    """A Llama with the target's widths, heads, positions, RoPE and norm epsilon.
+
+    other: keys that are not the target's.
+    """
     theirs: Any = target.config
-    config = LlamaConfig(
+    values = dict(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
         intermediate_size=theirs.intermediate_size,
@@ -38,6 +44,7 @@ def plain_config(target: Target) -> LlamaConfig:
         attention_bias=False,
         mlp_bias=False,
     )
+    config = LlamaConfig(**(values | dict(other or {})))
     config._attn_implementation = theirs._attn_implementation
     return config
 
@@ -49,3 +56,19 @@ def _rope(theirs: Any) -> dict[str, Any]:
     if found.get("rope_type") in ROPE_TYPES and not partial:
         return found
     return {"rope_type": "default", "rope_theta": found.get("rope_theta", 10000.0)}
+
+
+def read_config(values: Mapping[str, Any]) -> LlamaConfig:
+    """The Llama that a config.json describes, what it leaves out by the defaults that engines take."""
+    left_out = ("architectures", "model_type", "dtype", "torch_dtype", "transformers_version")
+    return LlamaConfig(**{key: value for key, value in values.items() if key not in left_out})
+
+
+def rotary_table(config: Mapping[str, Any], position_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [T, H / 2] in float32 of a Llama whose config.json says this."""
+    known = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings")
+    sizes = {name: config[name] for name in (*known, "rope_parameters")}
+    rotary = Rotary(LlamaConfig(**sizes))
+    cosine, sine = rotary(torch.zeros(1), position_ids=position_T.unsqueeze(0))
+    half = cosine.shape[-1] // 2
+    return cosine[0, :, :half], sine[0, :, :half]

@@ -32,6 +32,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from mtp_train.attention import interface
 from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import digest, folder_digest
+from mtp_train.models.packed import pack_linears
 from mtp_train.models.partial import ends_only
 from mtp_train.models.quantised import (
     NONE,
@@ -79,6 +80,7 @@ class Target:
         quantisation: str = NONE,
     ) -> None:
         self.model = model.eval().requires_grad_(False)
+        pack_linears(self.model)
         self.path = path
         self.quantisation = quantisation
         self.tensor_parallel = tensor_parallel

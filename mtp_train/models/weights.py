@@ -24,9 +24,14 @@ def find_tensors(path: str | Path) -> dict[str, Path]:
         return {name: folder / file for name, file in listed.items()}
     found: dict[str, Path] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        with _opened(file) as tensors:
-            found |= dict.fromkeys(tensors.keys(), file)
+        found |= dict.fromkeys(names_in(file), file)
     return found
+
+
+def names_in(file: Path) -> list[str]:
+    """The tensors that a safetensors file holds."""
+    with _opened(file) as tensors:
+        return list(tensors.keys())
 
 
 def read_tensors(files: Mapping[str, Path], names: Iterable[str]) -> dict[str, Tensor]:

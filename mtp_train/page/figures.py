@@ -35,6 +35,13 @@ def count(value: int | None) -> str:
     return MISSING if value is None else f"{value:,}"
 
 
+def rounded(value: int) -> str:
+    """A bound of a bin, short enough for an axis: 256, 1k (1,000 or 1,024), 2.5k, 1M."""
+    base = 1024 if value % 1024 == 0 else 1000
+    power = 2 if value >= base**2 else 1 if value >= base else 0
+    return f"{value / base**power:g}{('', 'k', 'M')[power]}"
+
+
 def signed(value: float, digits: int = 3) -> str:
     """A difference; its sign is always shown."""
     return ("+" if value >= 0 else "") + figure(value, digits)
@@ -64,6 +71,12 @@ def duration(seconds: float) -> str:
 
 def anything(value: Any) -> str:
     """A value whose meaning this page does not know, such as a line of provenance."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(anything, value)) or MISSING
+    if value is None:
+        return MISSING
     if isinstance(value, int):
         return count(value)
     return small(value) if isinstance(value, float) else str(value)

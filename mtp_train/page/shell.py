@@ -20,18 +20,18 @@ def render(package: str, name: str, kind: str, **values: Any) -> str:
     """The page that `name`.html.j2 of `package`'s assets makes of `values`; text in them is escaped.
 
     Args:
-        package: module name of the package whose assets hold `name`.html.j2, `name`.js and, where it needs rules
-            beyond the shared sheet, `name`.css.
+        package: module name of the package whose assets hold `name`.html.j2 and, where it needs more than the shared
+            script and sheet, `name`.js and `name`.css.
         kind: what the page is, in a word.
         values: what the template names; `title` among them.
     """
-    script = asset(HERE, "page.js") + asset(package, f"{name}.js")
+    script = asset(HERE, "page.js") + own(package, f"{name}.js")
     return (
         environment(package)
         .get_template(f"{name}.html.j2")
         .render(
             kind=kind,
-            style=asset(HERE, "page.css") + own_style(package, name),
+            style=asset(HERE, "page.css") + own(package, f"{name}.css"),
             script=script,
             script_digest=content_digest(script),
             **values,
@@ -54,10 +54,10 @@ def asset(package: str, name: str) -> Markup:
     return Markup((files(package) / "assets" / name).read_text(encoding="utf-8"))
 
 
-def own_style(package: str, name: str) -> Markup:
-    """The rules that only this page needs; often none."""
-    sheet = f"{name}.css"
-    return asset(package, sheet) if (files(package) / "assets" / sheet).is_file() else Markup("")
+def own(package: str, name: str) -> Markup:
+    """What only this page needs; often nothing."""
+    there = (files(package) / "assets" / name).is_file()
+    return asset(package, name) if there else Markup("")
 
 
 def content_digest(script: str) -> str:

@@ -15,11 +15,11 @@ from mtp_train.core.errors import UserError
 from mtp_train.core.progress import progress, say
 from mtp_train.core.provenance import atomic_path
 from mtp_train.core.records import Accounting
+from mtp_train.dialogue.journal import Journal
+from mtp_train.dialogue.plans import Plan, count_plan, read_plans
+from mtp_train.dialogue.talks import Dialogue, require_renderable
 from mtp_train.engine.sampling import Sampling
 from mtp_train.engine.sequences import Completion, Request
-from mtp_train.regenerate.dialogue import Dialogue, require_renderable
-from mtp_train.regenerate.journal import Journal
-from mtp_train.regenerate.prompts import Plan, read_plans
 from mtp_train.text.sources import read_sources
 from mtp_train.text.template import ChatTemplate
 
@@ -187,18 +187,12 @@ def _converse(
 def _count(plan: Plan, journal: Journal, failure: str, outcome: Outcome) -> None:
     """Account for a conversation, once."""
     kind, _, reason = failure.partition(": ")
-    if not failure:
-        if plan.repair:
-            outcome.accounting.repair(plan.repair)
-        else:
-            outcome.accounting.used += 1
-    elif plan.key(0) in journal:
-        outcome.accounting.repair(f"ended early, the turns before are kept: {reason}")
-    elif kind == "error":
+    answered = plan.key(0) in journal
+    if kind == "error" and not answered:
         outcome.errors[reason] = outcome.errors.get(reason, 0) + 1
         outcome.accounting.examples.setdefault(reason, plan.conversation.key)
     else:
-        outcome.accounting.refuse(reason, plan.conversation.key)
+        count_plan(plan, answered, reason, outcome.accounting)
 
 
 def _write(out: Path, plans: Sequence[Plan], journal: Journal) -> None:

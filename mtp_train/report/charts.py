@@ -23,18 +23,23 @@ from mtp_train.page.svg import (
     upward_axis,
 )
 
-LABELLED_POSITIONS = 5  # with more, the figures over the bars would touch; the table has them
+LABELLED_BARS = 12  # with more, the figures over the bars would touch; the table has them
+CROWDED_BARS = 6  # likewise on a telephone
 MARKED_POINTS = 40  # with more, dots hide the line
 
 
 @dataclass(frozen=True)
 class Bars:
-    """One prompt set's acceptance by draft position, with an interval where there is one."""
+    """One prompt set's acceptance by draft position, with an interval where there is one.
+
+    `letter` stands under each of its bars, over the position's number.
+    """
 
     name: str
     style: str
     values: Sequence[float]
     intervals: Sequence[Sequence[float]]
+    letter: str = ""
 
 
 @dataclass(frozen=True)
@@ -51,21 +56,28 @@ def bar_chart(title: str, groups: Sequence[Bars], scale: Scale) -> Markup:
     """Groups side by side at each position, whiskers over them; all panels of a page share `scale`."""
     positions = max(len(group.values) for group in groups)
     parts = upward_axis(scale)
+    below = "34" if any(group.letter for group in groups) else "18"
     for position in range(positions):
-        middle = percent(100 * (position + 0.5) / positions)
-        label = element(
-            "text", str(position + 1), class_="tick middle", x=middle, y="100%", dy="18"
-        )
-        parts.append(label)
+        middle = 100 * (position + 0.5) / positions
+        parts.append(tick(str(position + 1), middle, below))
     for index, group in enumerate(groups):
         for position, value in enumerate(group.values):
             width = 80 / positions / max(len(groups), 2)
             left = 100 * (position + 0.5) / positions + width * (index - len(groups) / 2)
             bounds = group.intervals[position] if position < len(group.intervals) else None
             parts += whiskered_bar(group, position, value, bounds, left, width, scale)
-            if positions <= LABELLED_POSITIONS:
-                parts.append(bar_figure(value, bounds, left + width / 2, scale))
+            if group.letter:
+                parts.append(tick(group.letter, left + width / 2, "16"))
+            bars = positions * len(groups)
+            if bars <= LABELLED_BARS:
+                crowded = " crowded" if bars > CROWDED_BARS else ""
+                parts.append(bar_figure(value, bounds, left + width / 2, scale, crowded))
     return drawing(title, parts)
+
+
+def tick(text: str, x: float, below: str) -> Markup:
+    """A label under the plot, `below` pixels down."""
+    return element("text", text, class_="tick middle", x=percent(x), y="100%", dy=below)
 
 
 def whiskered_bar(
@@ -103,10 +115,14 @@ def whiskered_bar(
     return [bar, stem, *caps]
 
 
-def bar_figure(value: float, bounds: Sequence[float] | None, middle: float, scale: Scale) -> Markup:
+def bar_figure(
+    value: float, bounds: Sequence[float] | None, middle: float, scale: Scale, style: str
+) -> Markup:
     """The bar's value, written over its whisker."""
     top = percent(100 - scale.percent(max(value, bounds[1] if bounds else value)))
-    return element("text", figure(value, 2), class_="value", x=percent(middle), y=top, dy="-6")
+    return element(
+        "text", figure(value, 2), class_=f"value{style}", x=percent(middle), y=top, dy="-6"
+    )
 
 
 def line_chart(title: str, lines: Sequence[Line], level: tuple[str, float] | None = None) -> Markup:

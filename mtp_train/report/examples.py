@@ -8,6 +8,11 @@ from typing import Any
 from markupsafe import Markup, escape
 
 KINDS = ("target", "accepted", "rejected")
+TAGS = {
+    "target": "span",
+    "accepted": "ins",
+    "rejected": "del",
+}  # what a screen reader can tell apart
 BREAK = Markup(
     '<i class="nl"></i>'
 )  # the style sheet draws a sign there; it is no text, so it isn't copied

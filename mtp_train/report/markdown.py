@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mtp_train.page.table import Row, Table
+from mtp_train.report import comparison as told
 from mtp_train.report.tables import all_tables
 from mtp_train.report.verdict import Tile, headline, tiles, title
 
@@ -22,10 +23,24 @@ def markdown(
     return "\n\n".join([*head, verdicts, *tables]) + "\n"
 
 
+def comparison_markdown(
+    comparison: Mapping[str, Any], evaluations: Sequence[Mapping[str, Any]]
+) -> str:
+    said = [*told.findings(comparison), *told.warnings(comparison)]
+    runs = [f"{run.letter}: {run.name}" for run in told.compared(comparison)]
+    head = [f"# {cell(told.title(comparison))}", bullets(said), bullets(runs)]
+    tables = told.all_tables(comparison, evaluations).values()
+    return "\n\n".join([*head, *map(section, tables)]) + "\n"
+
+
+def bullets(lines: Sequence[str]) -> str:
+    return "\n".join(f"- {cell(line)}" for line in lines)
+
+
 def bullet(tile: Tile) -> str:
     sets = (f"{one.name} {one.value} ({one.certainty})" for one in tile.sets)
-    told = "; ".join((f"({tile.unit})", *sets, *tile.lines))
-    return f"- **{cell(tile.name)}: {cell(tile.value)}** {cell(told)}"
+    rest = "; ".join((f"({tile.unit})", *sets, *tile.lines))
+    return f"- **{cell(tile.name)}: {cell(tile.value)}** {cell(rest)}"
 
 
 def section(table: Table) -> str:

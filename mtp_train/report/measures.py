@@ -12,8 +12,16 @@ from typing import Any
 SET_NAMES = {"heldout": "held-out", "ood": "out of domain"}
 SET_STYLES = {"heldout": "held", "ood": "ood"}
 MODES = ("greedy", "sampled")
-PART_STYLES = {"target": "p0", "head": "p1", "lm_head of the head": "p2", "sampling": "p3"}
-OWN = "Python of the engine"  # wall time that no named part accounts for
+MODE_STYLES = {"greedy": "solid", "sampled": "hollow"}
+PART_STYLES = {
+    "target": "p0",
+    "head": "p1",
+    "lm_head of the head": "p2",
+    "sampling": "p3",
+    "verification": "p3",
+}
+PART_NAMES = {"sampling": "verification and sampling"}
+OWN = "CPU: Python of the engine"  # wall time that no named part accounts for
 
 
 @dataclass(frozen=True)
@@ -76,6 +84,11 @@ def overall(evaluation: Mapping[str, Any], mode: str) -> list[Measure]:
     return [m for m in measures(evaluation) if m.mode == mode and m.category is None]
 
 
+def overall_all(evaluation: Mapping[str, Any]) -> list[Measure]:
+    """The prompt sets as wholes, at every temperature."""
+    return [m for m in measures(evaluation) if m.category is None]
+
+
 def runs(speed: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """Plain decoding first, then each k, with the names of their rows."""
     speculative = sorted(speed["speculative"].items(), key=lambda item: int(item[0]))
@@ -88,11 +101,12 @@ def parts(run: Mapping[str, Any]) -> dict[str, float]:
     order = [name for name in PART_STYLES if name in seconds]
     order += [name for name in seconds if name not in PART_STYLES]
     own = max(0.0, run["wall"] - sum(seconds.values()))
-    return {name: float(seconds[name]) for name in order} | {OWN: own}
+    return {PART_NAMES.get(name, name): float(seconds[name]) for name in order} | {OWN: own}
 
 
 def part_style(name: str) -> str:
-    return PART_STYLES.get(name, "p4" if name == OWN else "p5")
+    styles = PART_STYLES | {PART_NAMES[part]: PART_STYLES[part] for part in PART_NAMES}
+    return styles.get(name, "p4" if name == OWN else "p5")
 
 
 def comparisons(lossless: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:

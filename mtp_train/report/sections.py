@@ -10,10 +10,12 @@ from mtp_train.page.scale import Scale, fit
 from mtp_train.report import curves as curve
 from mtp_train.report.charts import Bars, Line, bar_chart, line_chart
 from mtp_train.report.measures import (
+    MODE_STYLES,
     MODES,
     Measure,
     measures,
     overall,
+    overall_all,
     part_style,
     parts,
     runs,
@@ -21,29 +23,46 @@ from mtp_train.report.measures import (
 from mtp_train.report.strips import Mark, axis_strip, bar_strip, interval_strip, stack_strip
 
 View = dict[str, Any]
-MODE_STYLES = {"greedy": "solid", "sampled": "hollow"}
+SETS_SIDE_BY_SIDE = 2  # more bars at a position would be slivers
+GAUGED = 3  # prompt sets on a headline scale
 
 
 def position_panels(evaluation: Mapping[str, Any]) -> list[View]:
-    """Acceptance per position, one panel per temperature, all on one scale."""
-    panels = [found for mode in MODES if (found := overall(evaluation, mode))]
-    groups = [[bars(measure) for measure in panel] for panel in panels]
-    scale = fit([top for group in groups for one in group for top in tops(one)], zero=True)
+    """Acceptance per position on one scale: a panel per temperature, or per prompt set where there are many."""
+    found = overall_all(evaluation)
+    if len({m.set for m in found}) <= SETS_SIDE_BY_SIDE:
+        panels = [group for mode in MODES if (group := [m for m in found if m.mode == mode])]
+        return bar_panels(
+            [(p[0].mode_title, [(bars(m), m.set_name, m) for m in p]) for p in panels]
+        )
+    groups = [[m for m in found if m.set == name] for name in dict.fromkeys(m.set for m in found)]
+    return bar_panels(
+        [(g[0].set_name, [(bars(m, by_mode=True), m.mode_name, m) for m in g]) for g in groups]
+    )
+
+
+def bar_panels(panels: Sequence[tuple[str, list[tuple[Bars, str, Measure]]]]) -> list[View]:
+    """(title, groups of bars with their names and sizes) as panels."""
+    scale = fit([top for _, group in panels for one, _, _ in group for top in tops(one)], zero=True)
     return [
         {
-            "title": panel[0].mode_title,
-            "legend": [(m.style, m.set_name, sample_size(m)) for m in panel],
-            "chart": bar_chart(f"Acceptance per position, {panel[0].mode_name}", group, scale),
+            "title": title,
+            "legend": [(one.style, name, sample_size(m)) for one, name, m in group],
+            "chart": bar_chart(
+                f"Acceptance per position, {title}", [one for one, _, _ in group], scale
+            ),
         }
-        for panel, group in zip(panels, groups, strict=True)
+        for title, group in panels
     ]
 
 
-def bars(measure: Measure) -> Bars:
-    values = measure.values
-    return Bars(
-        measure.set_name, measure.style, values["per_position"], values.get("per_position_ci") or ()
-    )
+def bars(measure: Measure, by_mode: bool = False) -> Bars:
+    """`by_mode`: the temperatures stand side by side and must differ by more than the set's colour."""
+    values, style = measure.values, measure.style
+    if by_mode and measure.mode == "sampled":
+        style += " hollow"
+    name = f"{measure.set_name}, {measure.mode_name}"
+    return Bars(name, style, values["per_position"], values.get("per_position_ci") or ())
 
 
 def tops(group: Bars) -> list[float]:
@@ -102,7 +121,7 @@ def tau_mark(measure: Measure) -> Mark:
 
 def gauges(evaluation: Mapping[str, Any]) -> dict[str, View]:
     """The headline figures on their scales: each set's dot and interval."""
-    greedy = overall(evaluation, "greedy")
+    greedy = overall(evaluation, "greedy")[:GAUGED]
     tau = fit([1.0, evaluation["k"] + 1.0], parts=evaluation["k"])
     share = fit([0.0, 1.0], parts=2)
     firsts = [Mark(m.set_name, f"{m.style} solid", m.first, m.first_interval) for m in greedy]
@@ -155,13 +174,14 @@ def per_token(run: Mapping[str, Any]) -> dict[str, float]:
 def promise(validation: Mapping[str, Mapping[str, float]]) -> list[View]:
     """Each validation figure through training's code and through the engine's forward."""
     trained, served = validation["training"], validation["engine"]
+    gaps = validation.get("difference", {})
     return [
         {
             "name": PROMISED.get(name.split("/")[0], name),
             "draft": name.partition("/")[2],
             "training": figure(trained[name], 4),
             "engine": figure(served[name], 4),
-            "difference": signed(served[name] - trained[name], 4),
+            "difference": signed(gaps.get(name, served[name] - trained[name]), 4),
         }
         for name in trained
         if name in served

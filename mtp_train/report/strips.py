@@ -25,15 +25,19 @@ class Mark:
     style: str
     value: float
     bounds: Sequence[float] | None
+    told: str = ""  # in place of the usual tip
 
     @property
     def tip(self) -> str:
-        return f"{self.name}: {figure(self.value)} {interval(self.bounds)}"
+        return self.told or f"{self.name}: {figure(self.value)} {interval(self.bounds)}"
 
 
-def interval_strip(marks: Sequence[Mark], scale: Scale) -> Markup:
-    """One dot per mark, each on a line of its own, over its interval."""
+def interval_strip(marks: Sequence[Mark], scale: Scale, level: float | None = None) -> Markup:
+    """One dot per mark, each on a line of its own, over its interval; `level` is what all are compared with."""
     parts = upright_grid(scale)
+    if level is not None:
+        x = percent(scale.percent(level))
+        parts.append(element("line", class_="level", x1=x, x2=x, y1="0", y2="100%"))
     for index, mark in enumerate(marks):
         y = percent(100 * (index + 1) / (len(marks) + 1))
         parts += dot_with_interval(mark, y, scale)

@@ -18,36 +18,47 @@ from mtp_train.page.figures import (
     signed,
 )
 from mtp_train.page.table import Row, Table
-from mtp_train.report.measures import Measure, comparisons, measures, parts, runs
+from mtp_train.report.measures import SET_NAMES, Measure, comparisons, measures, parts, runs
+from mtp_train.report.slices import slice_tables
+from mtp_train.report.speed_model import model_tables
 
 LABELS = ("set", "decoding", "category")
 CURVE_ROWS = 20  # a long training curve is thinned to about as many rows
 
 
+COUNTS = ("prompts", "conversations", "tokens", "drafts")
+FIGURES = ("tau", "tau_macro", "acceptance_rate")
+FIGURE_NAMES = {"tau_macro": "macro tau", "acceptance_rate": "acceptance rate"}
+
+
 def acceptance(evaluation: Mapping[str, Any]) -> Table:
-    counts = ("prompts", "tokens", "drafts")
-    header = (*LABELS, *counts, "tau", "95 % interval", "macro tau", "acceptance rate")
-    rows = [acceptance_row(measure) for measure in measures(evaluation)]
+    found = measures(evaluation)
+    counts = [name for name in COUNTS if any(name in m.values for m in found)]
+    header = [*LABELS, *counts]
+    for name in FIGURES:
+        header += [FIGURE_NAMES.get(name, name), "95 %"]
+    rows = [acceptance_row(measure, counts) for measure in found]
     note = "tau counts the bonus token; macro tau is the mean over prompts."
-    return Table("Acceptance length", header, rows, 3, note)
+    return Table("Acceptance length", tuple(header), rows, 3, note)
 
 
 def labels(measure: Measure) -> Row:
     return measure.set_name, measure.mode_name, measure.category or "all"
 
 
-def acceptance_row(measure: Measure) -> Row:
+def acceptance_row(measure: Measure, counts: Sequence[str]) -> Row:
     values = measure.values
-    counts = (count(values.get(name)) for name in ("prompts", "tokens", "drafts"))
-    tau = figure(values["tau"]), interval(values.get("tau_ci")), figure(values.get("tau_macro"))
-    return *labels(measure), *counts, *tau, figure(values.get("acceptance_rate"))
+    cells = [count(values.get(name)) for name in counts]
+    for name in FIGURES:
+        cells += [figure(values.get(name)), interval(values.get(f"{name}_ci"))]
+    return *labels(measure), *cells
 
 
 def positions(evaluation: Mapping[str, Any]) -> Table:
     found = measures(evaluation)
     depth = max(len(measure.values["per_position"]) for measure in found)
     names = [
-        name for i in range(1, depth + 1) for name in (f"{i}", f"{i}: 95 %", f"{i} given earlier")
+        name for i in range(1, depth + 1) for name in (f"{i}", "95 %", f"{i} given earlier", "95 %")
     ]
     rows = [position_row(measure, depth) for measure in found]
     note = (
@@ -64,6 +75,7 @@ def position_row(measure: Measure, depth: int) -> Row:
         cells.append(figure(item(values["per_position"], i)))
         cells.append(interval(item(values.get("per_position_ci"), i)))
         cells.append(figure(item(values.get("conditional"), i)))
+        cells.append(interval(item(values.get("conditional_ci"), i)))
     return *labels(measure), *cells
 
 
@@ -74,10 +86,11 @@ def item(values: Sequence[Any] | None, index: int) -> Any:
 def validation(evaluation: Mapping[str, Any]) -> Table:
     """The same quantity through both forwards, and what lies between them."""
     trained, served = (evaluation["validation"][name] for name in ("training", "engine"))
-    rows = []
+    rows, gaps = [], evaluation["validation"].get("difference", {})
     for name in dict.fromkeys([*trained, *served]):
         ours, theirs = trained.get(name), served.get(name)
         gap = MISSING if ours is None or theirs is None else signed(theirs - ours, 5)
+        gap = signed(gaps[name], 5) if name in gaps else gap
         rows.append((name, figure(ours, 5), figure(theirs, 5), gap))
     return Table("Training and engine", ("validation", "training", "engine", "difference"), rows)
 
@@ -168,12 +181,29 @@ def stage_times(stages: Mapping[str, float]) -> Table:
 def provenance(evaluation: Mapping[str, Any]) -> Table:
     rows = []
     for name in ("target", "head", "machine", "versions"):
-        told = evaluation.get(name, {})
-        rows += [(f"{name}: {key}", anything(told[key])) for key in told]
+        rows += [(f"{name}: {key}", anything(told)) for key, told in flat(evaluation.get(name, {}))]
     for name in ("data_digest", "dtype", "k", "max_new_tokens", "command"):
         if name in evaluation:
             rows.append((name.replace("_", " "), anything(evaluation[name])))
     return Table("Provenance", ("what", "value"), rows, 2)
+
+
+def accounting(evaluation: Mapping[str, Any]) -> Table:
+    """What became of every prompt of every set; a refused one has its reason."""
+    rows = []
+    for name, told in evaluation.get("accounting", {}).items():
+        for key, value in flat(told):
+            rows.append((SET_NAMES.get(name, name), key.replace("_", " "), anything(value)))
+    return Table("What became of the prompts", ("set", "what", "rows"), rows, 2)
+
+
+def flat(told: Mapping[str, Any], before: str = "") -> Iterable[tuple[str, Any]]:
+    """A record's values, those of records within it by dotted names."""
+    for key, value in told.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value
 
 
 def all_tables(
@@ -188,11 +218,13 @@ def all_tables(
     if "lossless" in evaluation:
         makers |= {"lossless": lossless, "exceptions": exceptions}
     found = {name: make(evaluation) for name, make in makers.items()}
+    found |= slice_tables(evaluation) | model_tables(evaluation)
     found |= {
         "validation_curve": validation_curve(curves),
         "training_curve": training_curve(curves),
     }
     if stages:
         found["stages"] = stage_times(stages)
+    found["accounting"] = accounting(evaluation)
     found["provenance"] = provenance(evaluation)
     return {name: table for name, table in found.items() if table.rows}

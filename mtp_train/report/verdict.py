@@ -70,17 +70,24 @@ def tiles(evaluation: Mapping[str, Any]) -> list[Tile]:
     return found
 
 
+TOLD_SETS = 3  # prompt sets in a tile; the rest stand in their own section
+
+
 def tau_tile(greedy: Sequence[Measure]) -> Tile:
-    sets = tuple(setting(m, m.values["tau"], m.values.get("tau_ci")) for m in greedy)
-    return Tile(
-        "Mean acceptance length", sets[0].value, "tau, tokens per step", sets=sets, gauge="tau"
-    )
+    sets = tuple(setting(m, m.values["tau"], m.values.get("tau_ci")) for m in greedy[:TOLD_SETS])
+    name, unit = "Mean acceptance length", "tau, tokens per step"
+    return Tile(name, sets[0].value, unit, more_sets(greedy), sets, gauge="tau")
 
 
 def first_tile(greedy: Sequence[Measure]) -> Tile:
-    sets = tuple(setting(m, m.first, m.first_interval) for m in greedy)
-    unit = "of first drafts accepted"
-    return Tile("First-position acceptance", sets[0].value, unit, sets=sets, gauge="first")
+    sets = tuple(setting(m, m.first, m.first_interval) for m in greedy[:TOLD_SETS])
+    name, unit = "First-position acceptance", "of first drafts accepted"
+    return Tile(name, sets[0].value, unit, more_sets(greedy), sets, gauge="first")
+
+
+def more_sets(greedy: Sequence[Measure]) -> tuple[str, ...]:
+    rest = len(greedy) - TOLD_SETS
+    return (f"{rest} more below",) if rest > 0 else ()
 
 
 def setting(measure: Measure, value: float, bounds: Sequence[float] | None) -> Setting:

@@ -11,7 +11,7 @@ import hashlib
 import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,22 @@ from typing import Any
 import numpy as np
 
 from mtp_train.core.errors import UserError
-from mtp_train.core.provenance import read_json, require_writable, write_json
+from mtp_train.core.provenance import (
+    file_digests,
+    read_json,
+    require_files,
+    require_writable,
+    sealed,
+    unsealed,
+    write_json,
+)
 from mtp_train.core.records import TokenizedConversation
 
 NAME = "corpus.json"
 FORMAT = 1
 TOKENS, MASK, OFFSETS = "tokens.i32", "mask.u8", "offsets.i64"
 KEYS, KEY_OFFSETS = "keys.utf8", "key_offsets.i64"
+AGAIN = "delete the folder and run precompute again"
 COUNTED = 1 << 22  # tokens at a time: numpy counts wide copies
 FILES = {TOKENS: np.int32, MASK: np.uint8, OFFSETS: np.int64, KEY_OFFSETS: np.int64, KEYS: np.uint8}
 
@@ -40,6 +49,7 @@ class CorpusNote:
     tokens: int
     loss_tokens: int
     accounting: dict[str, Any]
+    files: dict[str, str] = field(default_factory=dict)  # SHA-256 by name
     format: int = FORMAT
 
 
@@ -48,7 +58,7 @@ class Corpus(Sequence[TokenizedConversation]):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        note = read_json(folder / NAME)
+        note = unsealed(read_json(folder / NAME), folder / NAME, AGAIN)
         if note.get("format") != FORMAT:
             raise UserError(
                 f"a corpus must have format {FORMAT}", note.get("format"), f"delete {folder}"
@@ -56,7 +66,11 @@ class Corpus(Sequence[TokenizedConversation]):
         self.note = CorpusNote(**note)
         self._arrays = {name: _mapped(folder / name, kind) for name, kind in FILES.items()}
         if len(self._arrays[OFFSETS]) != self.note.sequences + 1:
-            raise UserError("a corpus must be whole", folder, "delete the folder and run again")
+            raise UserError("a corpus must be whole", folder, AGAIN)
+
+    def require_same(self) -> None:
+        """Raise unless the files have the bytes that were written; reads all of them."""
+        require_files(self.folder, self.note.files, AGAIN)
 
     def __len__(self) -> int:
         return self.note.sequences
@@ -120,8 +134,16 @@ def write_corpus(
                 files[name].write(part)
             _add(running, parts)
             count, trained = count + 1, trained + sum(sequence.loss_mask)
-    note = CorpusNote(inputs, running.hexdigest()[:16], count, rows, trained, accounting.as_dict())
-    write_json(folder / NAME, note.__dict__)
+    note = CorpusNote(
+        inputs,
+        running.hexdigest()[:16],
+        count,
+        rows,
+        trained,
+        accounting.as_dict(),
+        file_digests(folder),
+    )
+    write_json(folder / NAME, sealed(asdict(note)))
     return Corpus(folder)
 
 
@@ -129,7 +151,9 @@ def found_corpus(folder: Path, inputs: str) -> Corpus | None:
     """The corpus in `folder`, if it is whole and was made from these inputs."""
     if not (folder / NAME).is_file() or read_json(folder / NAME).get("inputs") != inputs:
         return None
-    return Corpus(folder)
+    corpus = Corpus(folder)
+    corpus.require_same()
+    return corpus
 
 
 def sequences_digest(sequences: Iterable[TokenizedConversation]) -> str:

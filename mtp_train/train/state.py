@@ -19,7 +19,7 @@ from mtp_train.checkpoint.heads import (
     save_checkpoint,
 )
 from mtp_train.core.errors import UserError
-from mtp_train.core.provenance import read_json
+from mtp_train.core.provenance import read_json, require_files
 from mtp_train.heads.base import DraftHead
 
 OPTIMIZER = "optimizer.safetensors"
@@ -105,7 +105,13 @@ def load_state(
     if not found:
         return None
     newest = found[-1]
-    card, progress = read_card(newest), Progress(**read_json(newest / PROGRESS))
+    card = read_card(newest)
+    require_files(
+        newest,
+        {TENSORS: card.sha256} | card.files,
+        f"delete {newest} and train again: an older one is there",
+    )
+    progress = Progress(**read_json(newest / PROGRESS))
     if (
         unspread(card.config) != unspread(config)
         or card.head != asdict(head.config)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,12 @@ class Journal:
 
     Args:
         done: the finished file that the journal becomes in the end. Where a run was killed after this set was done,
-            it is the journal again.
+            it is the journal again. None: the journal is that file itself.
     """
 
-    def __init__(self, path: Path, done: Path) -> None:
+    def __init__(self, path: Path, done: Path | None = None) -> None:
         self.path = path
-        if not path.is_file() and done.is_file():
+        if done is not None and not path.is_file() and done.is_file():
             done.replace(path)
         self._file = open(path, "a+b")  # noqa: SIM115  (open as long as the journal is)
         self._offsets: dict[str, int] = {}
@@ -34,6 +35,10 @@ class Journal:
 
     def __len__(self) -> int:
         return len(self._offsets)
+
+    def __iter__(self) -> Iterator[str]:
+        """Its keys, in the order in which they came."""
+        return iter(self._offsets)
 
     def append(self, row: dict[str, Any]) -> None:
         line = (json.dumps(row, ensure_ascii=False) + "\n").encode()

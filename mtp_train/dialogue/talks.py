@@ -11,16 +11,28 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from mtp_train.core.errors import UserError
+from mtp_train.dialogue.plans import Plan
+from mtp_train.dialogue.rows import completion_row
 from mtp_train.engine.sequences import Completion, Request
-from mtp_train.regenerate.journal import Journal
-from mtp_train.regenerate.prompts import Plan
 from mtp_train.text.template import ChatTemplate
+
+UNANSWERED = ("refused", "failed", "error")  # how completions begin to say why there is no answer
+
+
+class Answers(Protocol):
+    """Where answers are kept, by key: a journal, or one that ranks share."""
+
+    def __contains__(self, key: str) -> bool: ...
+
+    def row(self, key: str) -> dict[str, Any]: ...
+
+    def append(self, row: dict[str, Any]) -> None: ...
 
 
 @dataclass
@@ -39,18 +51,21 @@ class Dialogue:
 
     Args:
         seed: each answer's random draws depend on it, on the conversation's key and on the turn, and on nothing else.
+        keep_refusals: note in the journal, under the turn's key, why a conversation ended before that turn. It is
+            then not tried again.
     """
 
     def __init__(
         self,
         template: ChatTemplate,
         plans: Iterable[Plan],
-        journal: Journal,
+        journal: Answers,
         bar: tqdm[Any],
         *,
         max_new_tokens: int,
         stop: frozenset[int],
         seed: int,
+        keep_refusals: bool = False,
     ) -> None:
         self.template = template
         self.journal = journal
@@ -58,6 +73,7 @@ class Dialogue:
         self.max_new_tokens = max_new_tokens
         self.stop = stop
         self.seed = seed
+        self.keep_refusals = keep_refusals
         self.failed: dict[str, str] = {}  # conversation -> why it ended before its last turn
         self._fresh = iter(plans)
         self._ready: deque[Request] = deque()
@@ -77,7 +93,7 @@ class Dialogue:
     def finish(self, completion: Completion) -> None:
         """Keep an answer, and ask the conversation's next question."""
         talk = self._open.pop(completion.key)
-        if completion.finish.startswith(("refused", "error")):
+        if completion.finish.startswith(UNANSWERED):
             self._end(talk, completion.finish)
             return
         self.journal.append(self._row(talk, completion))
@@ -96,6 +112,10 @@ class Dialogue:
             return talk
         while (key := plan.key(talk.turn)) in self.journal:
             row = self.journal.row(key)
+            if "output_ids" not in row:  # a refusal
+                self._end(talk, row["finish"])
+                talk.turn = len(plan.turns)
+                break
             talk.messages += plan.turns[talk.turn]
             self._reply(talk, row["prompt_ids"], row["output_ids"], row["finish"])
         return talk
@@ -126,6 +146,9 @@ class Dialogue:
 
     def _end(self, talk: _Talk, why: str) -> None:
         self.failed[talk.plan.conversation.key] = why
+        key = talk.plan.key(talk.turn)
+        if self.keep_refusals and key not in self.journal:
+            self.journal.append({"id": key, "finish": why})
         self.bar.total -= len(talk.plan.turns) - talk.turn
 
     def _row(self, talk: _Talk, completion: Completion) -> dict[str, Any]:
@@ -133,9 +156,7 @@ class Dialogue:
             "id": completion.key,
             "category": talk.plan.conversation.category,
             "messages": list(talk.messages),
-            "prompt_ids": list(completion.prompt),
-            "output_ids": list(completion.tokens),
-            "finish": completion.finish,
+            **completion_row(completion),
         }
 
 

@@ -59,6 +59,23 @@ def read_plans(
     return plans
 
 
+def count_plan(plan: Plan, answered: bool, failure: str, accounting: Accounting) -> None:
+    """Account for a conversation, once.
+
+    Args:
+        answered: whether the target gave its first reply.
+        failure: why it ended before its last one; empty if it did not.
+    """
+    if answered and failure:
+        accounting.repair(f"ended early, the turns before are kept: {failure}")
+    elif failure:
+        accounting.refuse(failure, plan.conversation.key)
+    elif plan.repair:
+        accounting.repair(plan.repair)
+    else:
+        accounting.used += 1
+
+
 def split_turns(
     messages: Sequence[dict[str, Any]],
 ) -> tuple[tuple[tuple[dict[str, Any], ...], ...], str]:

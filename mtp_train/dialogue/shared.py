@@ -1,0 +1,91 @@
+"""Several ranks' answers to one set, in files of their own while they work and in one when they are done.
+
+    set.jsonl                  what is there: of an earlier start, in the end everything in order
+    set.rank-0.journal ...     what each rank has added since
+
+A rank that is killed loses the line it was writing. Whoever starts next, on however many ranks, gathers the journals
+first and goes on with what is missing. Knows not what the rows say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from mtp_train.core.dist import Ranks
+from mtp_train.core.provenance import atomic_path
+from mtp_train.dialogue.journal import Journal
+
+
+class SharedJournal:
+    """What one rank sees: the rows that all ranks began with, and its own.
+
+    Opening and finishing are meetings: every rank opens the same journals in the same order.
+    """
+
+    def __init__(self, path: Path, ranks: Ranks) -> None:
+        self.path = path
+        self.ranks = ranks
+        if ranks.main:
+            gather(path)
+        ranks.wait()
+        self.before = Journal(path)
+        self._own = Journal(path.with_suffix(f".rank-{ranks.rank}.journal"))
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._own or key in self.before
+
+    def __len__(self) -> int:
+        return len(self.before) + len(self._own)
+
+    def append(self, row: dict[str, Any]) -> None:
+        self._own.append(row)
+
+    def row(self, key: str) -> dict[str, Any]:
+        return (self._own if key in self._own else self.before).row(key)
+
+    def close(self) -> None:
+        self._own.close()
+        self.before.close()
+
+    def finish(self, order: Iterable[str]) -> None:
+        """Put all ranks' rows into the one file, in the order of these keys. Rows with other keys go."""
+        self.close()
+        self.ranks.wait()
+        if self.ranks.main:
+            gather(self.path, order)
+        self.ranks.wait()
+
+
+def gather(path: Path, order: Iterable[str] | None = None) -> None:
+    """Put the journals beside `path` into it. A kill in between leaves rows in both places: a key counts once."""
+    parts = sorted(path.parent.glob(f"{path.stem}.rank-*.journal"))
+    if path.is_file() and not parts:
+        return
+    lines: dict[str, bytes] = {}
+    for part in [path, *parts]:
+        lines |= dict(_lines(part))
+    with atomic_path(path) as temporary:
+        kept = lines if order is None else [key for key in order if key in lines]
+        temporary.write_bytes(b"".join(lines[key] for key in kept))
+    for part in parts:
+        part.unlink()
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a finished file."""
+    with open(path, "rb") as file:
+        for line in file:
+            yield json.loads(line)
+
+
+def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """A file's rows by key, as they stand there."""
+    if not path.is_file():
+        return
+    journal = Journal(path)
+    for key in journal:
+        yield key, journal.line(key)
+    journal.close()

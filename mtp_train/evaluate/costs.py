@@ -1,0 +1,217 @@
+"""What a step costs: seconds of target and head by rows and batch, on the caches and plans that the engine uses.
+
+Knows no acceptance and no sequence: every batch stands at one cached length, over keys and values of zeros, which take
+as long as others. Parts take turns, in a new order in every round, so that a slow minute of the machine slows all of
+them alike.
+
+A step with k drafts is made of three parts; each ends with the choice of tokens:
+
+    target    B sequences x k + 1 rows, logits of all rows
+    observe   the head over the same rows (a draft model: over the newest two), logits of one row per sequence
+    draft     k - 1 times: the head over one row per sequence, its logits
+
+A head of one module per depth runs waiting rows again while it drafts; here its draft is one row, as the others' are.
+
+Shapes: B sequences, R rows of each, T = B * R rows, D hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mtp_train.attention.paged import BatchPlan, PagedContext, PagedKV, plan_batch
+from mtp_train.core.errors import UserError
+from mtp_train.engine.sampling import best
+from mtp_train.heads.base import DraftHead
+from mtp_train.models.target import Target
+
+PAGE = 16
+DRAFTS = 8  # largest k whose cost is measured
+TARGET, OBSERVE, DRAFT = "target", "observe", "draft"
+Part = tuple[int, str, int]  # batch, name, rows per sequence
+
+
+@dataclass(frozen=True)
+class BatchCost:
+    """Seconds of each part for one batch size: medians, and half the interquartile range as a share of them."""
+
+    batch: int
+    target: tuple[float, ...]  # by rows per sequence: 1 .. DRAFTS + 1
+    observe: tuple[float, ...]  # likewise; empty without a head
+    draft: float  # 0 without a head, or with one of a single step
+    noise: dict[str, float]  # of each part, the largest over its row counts
+
+    def plain(self) -> float:
+        """Seconds of a step of plain decoding."""
+        return self.target[0]
+
+    def step(self, drafts: int) -> float:
+        """Seconds of a step with `drafts` drafts."""
+        return self.target[drafts] + self.observe[drafts] + (drafts - 1) * self.draft
+
+    def verified_row(self, drafts: int) -> float:
+        """A row of a forward that verifies `drafts` drafts, against the row of a plain one."""
+        return self.target[drafts] / ((drafts + 1) * self.target[0])
+
+
+@torch.inference_mode()
+def measure_costs(
+    target: Target,
+    head: DraftHead | None,
+    batches: Sequence[int],
+    cached: int,
+    repeats: int,
+    seed: int = 0,
+    notice: Callable[[], None] = lambda: None,
+) -> list[BatchCost]:
+    """The costs of each batch size, `cached` rows standing in every sequence's cache before the step.
+
+    Args:
+        repeats: counted rounds; one before them is not.
+        notice: called after every round, `repeats + 1` times.
+    """
+    cached = min(cached, target.max_positions - DRAFTS - 1)
+    if cached < 1 or repeats < 1 or min(batches) < 1:
+        raise UserError(
+            "costs need a cached row, a round and a sequence or more",
+            f"cached {cached}, repeats {repeats}, batches {list(batches)}",
+            "raise them",
+        )
+    served = None if head is None else copy.deepcopy(head).to(target.dtype).eval()
+    work = _Work(target, served, max(batches), cached)
+    parts = {part: run for batch in batches for part, run in work.parts(batch).items()}
+    seconds = _in_turns(parts, repeats, random.Random(seed), target.device, notice)
+    return [
+        _summary(batch, {part: values for part, values in seconds.items() if part[0] == batch})
+        for batch in sorted(batches)
+    ]
+
+
+def costs_as_json(costs: Sequence[BatchCost], cached: int, repeats: int) -> dict[str, Any]:
+    """The measured curve: seconds, and a verified row against a decoded one for k = 1 .. DRAFTS."""
+    rows = [
+        asdict(cost)
+        | {"verified_row": [cost.verified_row(drafts) for drafts in range(1, DRAFTS + 1)]}
+        for cost in costs
+    ]
+    return {"cached": cached, "repeats": repeats, "batches": rows}
+
+
+class _Work:
+    """What is run: the parts of a step, over one cache that serves every batch size in turn."""
+
+    def __init__(self, target: Target, head: DraftHead | None, largest: int, cached: int) -> None:
+        self.target = target
+        self.head = head
+        self.cached = cached
+        self.pages = -(-(cached + DRAFTS + 1) // PAGE)
+        layers = target.layers + (head.cache_layers if head else 0)
+        self.cache = PagedKV(
+            layers, largest * self.pages, PAGE, dtype=target.dtype, device=target.device
+        )
+        self.names = tuple(dict.fromkeys((target.state, *(head.states if head else ()))))
+        rows = largest * (DRAFTS + 1)
+        generator = torch.Generator().manual_seed(0)
+        state_TD = torch.randn(rows, target.hidden_size, generator=generator)
+        token_T = torch.randint(target.vocab_size, (rows,), generator=generator)
+        self.state_TD = state_TD.to(target.device, target.dtype)
+        self.token_T = token_T.to(target.device)
+
+    def parts(self, batch: int) -> dict[Part, Callable[[], None]]:
+        """The parts of this batch size."""
+        rows = range(1, DRAFTS + 2)
+        found: dict[Part, Callable[[], None]] = {
+            (batch, TARGET, count): partial(self._target, batch, count) for count in rows
+        }
+        if self.head is None:
+            return found
+        found |= {(batch, OBSERVE, count): partial(self._observe, batch, count) for count in rows}
+        if self.head.steps is None or self.head.steps > 1:
+            found[batch, DRAFT, 1] = partial(self._draft, batch)
+        return found
+
+    def _target(self, batch: int, rows: int) -> None:
+        plan = self._plan(batch, rows)
+        states = self.target.capture(
+            self.token_T[: batch * rows],
+            plan.positions,
+            PagedContext.of(self.cache, plan),
+            self.names,
+        )
+        best(self.target.logits(states[self.target.state]))
+
+    def _observe(self, batch: int, rows: int) -> None:
+        assert self.head is not None
+        plan = self._plan(batch, rows if self.head.ahead else 2)
+        state_TD = self.state_TD[: len(plan.positions)]
+        fused_TD = self.head.fuse(dict.fromkeys(self.names, state_TD))
+        self._choose(self._head_rows(plan, fused_TD, 0)[plan.last_rows()], 0)
+
+    def _draft(self, batch: int) -> None:
+        self._choose(self._head_rows(self._plan(batch, 1), self.state_TD[:batch], 1), 1)
+
+    def _head_rows(self, plan: BatchPlan, state_TD: Tensor, step: int) -> Tensor:
+        assert self.head is not None
+        embedding_TD = self.head.embed(self.target, self.token_T[: len(plan.positions)])
+        context = PagedContext.of(self.cache, plan)
+        return self.head.at(step)(embedding_TD, state_TD, plan.positions, context)
+
+    def _choose(self, out_BD: Tensor, step: int) -> None:
+        assert self.head is not None
+        best(self.head.logits(self.target, out_BD, step))
+
+    def _plan(self, batch: int, rows: int) -> BatchPlan:
+        """Made anew for every run, as the engine does for every step."""
+        pages = [list(range(b * self.pages, (b + 1) * self.pages)) for b in range(batch)]
+        return plan_batch(pages, [self.cached] * batch, [rows] * batch, PAGE, self.target.device)
+
+
+def _in_turns(
+    parts: Mapping[Part, Callable[[], None]],
+    repeats: int,
+    order: random.Random,
+    device: torch.device,
+    notice: Callable[[], None],
+) -> dict[Part, list[float]]:
+    """Seconds of every part in every counted round."""
+    seconds: dict[Part, list[float]] = {part: [] for part in parts}
+    for number in range(repeats + 1):
+        for part in order.sample(list(parts), len(parts)):
+            took = _timed(parts[part], device)
+            if number:
+                seconds[part].append(took)
+        notice()
+    return seconds
+
+
+def _timed(run: Callable[[], None], device: torch.device) -> float:
+    begin = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin
+
+
+def _summary(batch: int, seconds: Mapping[Part, Sequence[float]]) -> BatchCost:
+    """Medians of one batch size, and their noise."""
+    medians = {part: float(np.median(values)) for part, values in seconds.items()}
+    noise: dict[str, float] = {}
+    for (_, name, _), values in seconds.items():
+        low, median, high = np.percentile(values, [25, 50, 75])
+        noise[name] = max(noise.get(name, 0.0), float((high - low) / 2 / median))
+
+    def by_rows(name: str) -> tuple[float, ...]:
+        return tuple(medians[part] for part in sorted(medians) if part[:2] == (batch, name))
+
+    draft = by_rows(DRAFT)
+    return BatchCost(batch, by_rows(TARGET), by_rows(OBSERVE), draft[0] if draft else 0.0, noise)

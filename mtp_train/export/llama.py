@@ -1,0 +1,180 @@
+"""What layouts around one Llama-type decoder layer share: its tensors, its config keys, what a target may not have.
+
+Knows no layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtp_train.core.errors import UserError
+from mtp_train.heads.block import OWN, unlike_llama
+from mtp_train.models.plain import plain_config, read_config
+from mtp_train.models.target import Target
+
+MATRICES = (
+    "self_attn.q_proj.weight",
+    "self_attn.k_proj.weight",
+    "self_attn.v_proj.weight",
+    "self_attn.o_proj.weight",
+    "mlp.gate_proj.weight",
+    "mlp.up_proj.weight",
+    "mlp.down_proj.weight",
+)
+NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight")
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_parameters",
+    "hidden_act",
+    "attention_bias",
+    "mlp_bias",
+)
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def dimensions(target: Target, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """config.json's keys of a Llama layer of the target's sizes, but for those of its own.
+
+    `rope_theta` and `rope_scaling` say what `rope_parameters` does, for engines that know only them.
+    """
+    layer, theirs = plain_config(target, own).to_dict(), target.config.to_dict()
+    rope = layer["rope_parameters"]
+    return (
+        {key: layer[key] for key in SIZES}
+        | {key: theirs[key] for key in TOKENS if key in theirs}
+        | {
+            "rope_theta": rope["rope_theta"],
+            "rope_scaling": None if rope["rope_type"] == "default" else rope,
+            "tie_word_embeddings": False,
+            "dtype": str(target.dtype).removeprefix("torch."),
+        }
+    )
+
+
+def block_faults(config: Any, target: Target, held: Collection[str]) -> Iterator[str]:
+    """What the head's block has that a Llama-type layer with these tensors has not."""
+    if config.block != "target":
+        return
+    layer = target.base.layers[-1]
+    own = set(layer.state_dict())
+    faults = [*unlike_llama(target), *sorted(own - set(held))]
+    faults += [f"no {name}" for name in (*MATRICES, *NORMS) if name not in own]
+    if not faults and getattr(target.config, "hidden_act", "silu") != "silu":
+        faults.append(f"hidden_act {target.config.hidden_act}")
+    if faults:
+        kind = type(layer).__name__
+        yield f"the target's own layer {kind} with {', '.join(faults)} (set head.block=llama)"
+
+
+def embedding_faults(target: Target) -> Iterator[str]:
+    """What a target does to its embeddings, which a draft in an engine leaves out."""
+    token_T = torch.arange(8, device=target.device)  # the row of a padding token may be zeros
+    if not torch.equal(target.embed(token_T), target.base.get_input_embeddings().weight[token_T]):
+        yield f"scaled embeddings ({target.config.model_type})"
+
+
+def output_faults(target: Target) -> Iterator[str]:
+    """What stands between the target's lm_head and its logits, which a draft in an engine leaves out."""
+    if target.logit_softcap is not None:
+        yield f"a cap on the target's logits ({target.logit_softcap})"
+
+
+def block_kind(target: Target) -> str:
+    """`head.block` of a head that a layout without biases holds: the target's own class where it is a Llama layer."""
+    own = set(target.base.layers[-1].state_dict())
+    return "target" if own == {*MATRICES, *NORMS} and not unlike_llama(target) else "llama"
+
+
+def read_layer(config: Mapping[str, Any], target: Target) -> dict[str, Any]:
+    """`head.layer` of a Llama-type draft: what its config.json says other than the target, of what a head may.
+
+    Tensors of the same shapes can be cut into other heads, and turn by another RoPE: other sizes are an error.
+    """
+    theirs, ours = read_config(config).to_dict(), plain_config(target).to_dict()
+    for name in ("hidden_size", "vocab_size"):
+        if theirs[name] != ours[name]:
+            raise UserError(
+                f"a head must be used with its own target ({name} {ours[name]})",
+                f"{name} {theirs[name]}",
+                "name the target that it was trained for",
+            )
+    others = [key for key in SIZES if key not in ("max_position_embeddings", *OWN)]
+    odd = [f"{key} {theirs[key]} for {ours[key]}" for key in others if theirs[key] != ours[key]]
+    if odd:
+        raise UserError(
+            "a head's layer must have the target's sizes",
+            ", ".join(odd),
+            "check its config.json against the target's",
+        )
+    return {key: theirs[key] for key in OWN if theirs[key] != ours[key]}
+
+
+def settings(config: Mapping[str, Any], target: Target) -> dict[str, Any]:
+    """`head.block`, `layer` and `init` of a draft that is read."""
+    layer = read_layer(config, target)
+    return {
+        "block": "llama" if layer else block_kind(target),
+        "layer": layer,
+        "init": "random" if layer else "last_layer",
+    }
+
+
+def tidied(
+    tensors: Mapping[str, Tensor], target: Target, *, shared_lm_head: bool
+) -> dict[str, Tensor]:
+    """Without the prefix `model.`, RoPE tables, and copies of the target's embedding and lm_head."""
+    found = {name.removeprefix("model."): value for name, value in tensors.items()}
+    found = {name: value for name, value in found.items() if "rotary_emb." not in name}
+    own = {"embed_tokens.weight": target.base.get_input_embeddings().weight}
+    if shared_lm_head:
+        own["lm_head.weight"] = target.lm_head.weight
+    for name, theirs in own.items():
+        if name in found:
+            _require_copy(name, found.pop(name), theirs.detach().cpu())
+    return found
+
+
+def _require_copy(name: str, copy: Tensor, theirs: Tensor) -> None:
+    """Raise unless a tensor is the target's, up to the rounding of another dtype."""
+    if copy.shape != theirs.shape or not torch.allclose(
+        copy.float(), theirs.float(), rtol=1e-2, atol=1e-5
+    ):
+        raise UserError(
+            "a head's embedding and lm_head must be the target's",
+            f"another {name} {tuple(copy.shape)} for {tuple(theirs.shape)}",
+            "name the target that it was trained for",
+        )
+
+
+def vllm(method: str, target: str, head: str, drafts: int) -> str:
+    """vLLM's command, in Python and as a server."""
+    draft = f'{{"method": "{method}", "model": "{head}", "num_speculative_tokens": {drafts}}}'
+    return f"""```python
+from vllm import LLM
+
+llm = LLM(model="{target}", speculative_config={draft})
+```
+
+```
+vllm serve {target} --speculative-config '{draft}'
+```"""
+
+
+def sglang(algorithm: str, target: str, head: str, drafts: int) -> str:
+    """SGLang's command for a chain of drafts."""
+    return f"""```
+python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} \\
+    --speculative-draft-model-path {head} --speculative-num-steps {drafts} \\
+    --speculative-eagle-topk 1 --speculative-num-draft-tokens {drafts + 1}
+```"""

@@ -1,0 +1,183 @@
+"""The Medusa layout, which vLLM reads: residual blocks and lm_heads, K of each.
+
+    logits_i = lm_heads[i](h + silu(layers[j] h), once per layer j)
+
+`blocks.{i}.layers.{j}.weight` and `lm_heads.{i}.weight` (vLLM 0.32, medusa.py). A head that reads the target's frozen
+lm_head goes out with one copy of it, as `lm_head.weight`, and `original_lm_head: true`: vLLM shares none with Medusa,
+and its loader skips what it does not find, so that an absent one would stay uninitialised. `truncated_vocab_size` is
+the whole vocabulary: these heads draft all of it. vLLM drafts the greatest logit alone.
+
+Published heads in the older names (`{i}.{j}.linear.weight`, `{i}.{layers}.weight`) are read if their biases are zero.
+
+Knows tensors and config keys only.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from mtp_train.core.errors import UserError
+from mtp_train.export.layout import METHOD_WORDS, Chain, Layout, Serving, require_tensors
+from mtp_train.export.layout import cast as as_written
+from mtp_train.heads.base import DraftHead
+from mtp_train.heads.medusa import MedusaConfig, MedusaHead
+from mtp_train.models.target import POST_NORM, Target
+
+SHARED = "lm_head.weight"
+OLDER = re.compile(r"(?:medusa_heads\.)?(\d+)\.(\d+)\.(linear\.)?(weight|bias)")
+
+
+class Medusa(Layout):
+    """`medusa`."""
+
+    name = "medusa"
+    family = MedusaHead.family
+    forbidden = METHOD_WORDS
+
+    def head_faults(self, config: Any) -> Iterator[str]:
+        yield from ()
+
+    def target_faults(self, config: Any, target: Target) -> Iterator[str]:
+        if target.logit_softcap is not None and not config.own_lm_heads:
+            yield f"a cap on the target's logits ({target.logit_softcap})"
+
+    def tensors(self, head: DraftHead, target: Target, dtype: torch.dtype) -> dict[str, Tensor]:
+        medusa = cast(MedusaHead, head)
+        made = {
+            f"blocks.{step}.layers.{at}.weight": layer.weight
+            for step, block in enumerate(medusa.blocks)
+            for at, layer in enumerate(block)
+        }
+        if medusa.lm_heads is None:
+            made[SHARED] = target.lm_head.weight
+        else:
+            made |= {f"lm_heads.{step}.weight": one for step, one in enumerate(medusa.lm_heads)}
+        return as_written(made, dtype)
+
+    def config(self, head: DraftHead, target: Target) -> dict[str, Any]:
+        """No other key may hold `num` and `heads` or `layers`: vLLM would read it as these two."""
+        return {
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "hidden_size": target.hidden_size,
+            "vocab_size": target.vocab_size,
+            "truncated_vocab_size": target.vocab_size,
+            "num_heads": head.config.steps,
+            "num_hidden_layers": head.config.layers,
+            "medusa_fc_bias": False,
+            "original_lm_head": not head.config.own_lm_heads,
+            "logit_scale": 1.0,
+            "tie_word_embeddings": False,
+            "dtype": str(target.dtype).removeprefix("torch."),
+        }
+
+    def recognises(self, config: Mapping[str, Any]) -> bool:
+        old = "medusa_num_heads" in config and "architectures" not in config
+        return config.get("model_type") == "medusa" or old
+
+    def tidied(self, tensors: dict[str, Tensor], target: Target) -> dict[str, Tensor]:
+        """Older names as today's; a bias that is zero is dropped."""
+        renamed = {_renamed(name): value for name, value in tensors.items()}
+        return {
+            name: value
+            for name, value in renamed.items()
+            if not name.endswith(".bias") or bool(value.any())
+        }
+
+    def read(
+        self, tensors: dict[str, Tensor], config: Mapping[str, Any], target: Target
+    ) -> DraftHead:
+        settings = _settings(config, target)
+        require_tensors(tensors, _wanted(settings, target))
+        head = MedusaHead(target, settings)
+        with torch.no_grad():
+            for step, block in enumerate(head.blocks):
+                for at, layer in enumerate(block):
+                    layer.weight.copy_(tensors[f"blocks.{step}.layers.{at}.weight"])
+            if head.lm_heads is None:
+                _require_targets(tensors[SHARED], target)
+            else:
+                for step, one in enumerate(head.lm_heads):
+                    one.copy_(tensors[f"lm_heads.{step}.weight"])
+        return head
+
+    def served(
+        self, tensors: Mapping[str, Tensor], config: Mapping[str, Any], chain: Chain
+    ) -> list[Tensor]:
+        logits = []
+        for step in range(chain.steps):
+            read_D = chain.states[POST_NORM][-1]
+            for at in range(config["num_hidden_layers"]):
+                moved = tensors[f"blocks.{step}.layers.{at}.weight"] @ read_D
+                read_D = read_D + torch.nn.functional.silu(moved)
+            own = SHARED if config["original_lm_head"] else f"lm_heads.{step}.weight"
+            logits.append(tensors[own] @ read_D)
+        return logits
+
+    def serving(self, config: Any, target: str, head: str, drafts: int) -> list[Serving]:
+        draft = json.dumps({"method": "medusa", "model": head, "num_speculative_tokens": drafts})
+        how = f"```\nvllm serve {target} --speculative-config '{draft}'\n```"
+        return [Serving("vLLM, method `medusa`", "0.32.0", False, how)]
+
+
+def _settings(config: Mapping[str, Any], target: Target) -> MedusaConfig:
+    """The head that a config.json describes, in either spelling; what ours can't be is an error that names it."""
+    older = "num_heads" not in config
+    steps, layers = (
+        ("medusa_num_heads", "medusa_num_layers") if older else ("num_heads", "num_hidden_layers")
+    )
+    odd = [f"no {name}" for name in (steps, layers) if name not in config]
+    for name, size in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
+        if config.get(name, size) != size:
+            odd.append(f"{name} {config[name]} for {size}")
+    if config.get("truncated_vocab_size") not in (None, target.vocab_size):
+        odd.append(f"truncated_vocab_size {config['truncated_vocab_size']}")
+    if config.get("logit_scale", 1.0) != 1.0:
+        odd.append(f"logit_scale {config['logit_scale']}")
+    if odd:
+        raise UserError(
+            "a medusa head to import must draft the target's whole vocabulary from its states",
+            ", ".join(odd),
+            "name the target it was trained for, or use another head",
+        )
+    shared = bool(config.get("original_lm_head", False))
+    return MedusaConfig(
+        steps=int(config[steps]), layers=int(config[layers]), own_lm_heads=not shared
+    )
+
+
+def _wanted(settings: MedusaConfig, target: Target) -> dict[str, Tensor]:
+    """The layout's tensors for such a head, without storage."""
+    width, rows = target.hidden_size, target.vocab_size
+    steps = range(settings.steps)
+    outputs = [f"lm_heads.{step}.weight" for step in steps] if settings.own_lm_heads else [SHARED]
+    layers = [
+        f"blocks.{step}.layers.{at}.weight" for step in steps for at in range(settings.layers)
+    ]
+    return {name: torch.empty(width, width, device="meta") for name in layers} | {
+        name: torch.empty(rows, width, device="meta") for name in outputs
+    }
+
+
+def _require_targets(weight_VD: Tensor, target: Target) -> None:
+    own_VD = target.lm_head.weight
+    if not torch.equal(weight_VD.to(own_VD), own_VD):
+        raise UserError(
+            "a medusa head with original_lm_head must hold the target's own lm_head",
+            f"another {SHARED}",
+            "name the target it was trained for",
+        )
+
+
+def _renamed(name: str) -> str:
+    match = OLDER.fullmatch(name)
+    if match is None:
+        return name.removeprefix("medusa_heads.")
+    step, at, linear, kind = match.groups()
+    return f"blocks.{step}.layers.{at}.{kind}" if linear else f"lm_heads.{step}.{kind}"

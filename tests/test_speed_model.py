@@ -1,0 +1,187 @@
+"""Costs, the model of speed and its check: arithmetic on made-up costs, and the real measurement on a toy target."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from head_variants import VARIANTS, make_variant
+from toys import make_target
+
+from mtp_train.core.errors import UserError
+from mtp_train.engine.schemes import SchemeConfig
+from mtp_train.engine.sequences import Request
+from mtp_train.evaluate.costs import DRAFTS, BatchCost, costs_as_json, measure_costs
+from mtp_train.evaluate.speed import (
+    SpeedModel,
+    compared,
+    extended,
+    measure_speed,
+    measure_speeds,
+    on_line,
+    whole_batches,
+)
+from mtp_train.evaluate.stage import EvaluateConfig, PromptSet
+from mtp_train.heads.medusa import MedusaConfig
+from mtp_train.heads.medusa import build as build_medusa
+from mtp_train.heads.mtp import MtpConfig, build
+
+
+def made_up(batch: int, first: float, row: float, observe: float, draft: float) -> BatchCost:
+    """A target forward of `first` seconds, and `row` for each row more."""
+    rows = range(DRAFTS + 1)
+    return BatchCost(
+        batch, tuple(first + row * r for r in rows), (observe,) * (DRAFTS + 1), draft, {}
+    )
+
+
+FREE = made_up(1, 10.0, 0.0, 0.0, 0.0)
+DEAR = made_up(16, 10.0, 10.0, 0.0, 0.0)
+
+
+def test_a_step_is_the_target_the_head_and_its_drafts() -> None:
+    cost = made_up(1, 10.0, 2.0, 3.0, 1.0)
+    assert cost.plain() == 10.0
+    assert cost.step(1) == 12.0 + 3.0
+    assert cost.step(4) == 18.0 + 3.0 + 3 * 1.0
+    assert cost.verified_row(4) == 18.0 / (5 * 10.0)
+
+
+def test_speed_up_is_tau_times_the_ratio_of_steps() -> None:
+    model = SpeedModel([made_up(1, 10.0, 2.0, 3.0, 1.0)], [0.5, 0.25])
+    assert model.tau(2) == 1.75
+    assert model.speedup(1, 1) == pytest.approx(1.5 * 10 / 15)
+    assert model.speedup(1, 2) == pytest.approx(1.75 * 10 / 18)
+    assert model.speedup(1, 2, tau=3.0) == pytest.approx(3.0 * 10 / 18)
+
+
+def test_acceptance_goes_on_by_the_last_conditional_rate_and_says_so() -> None:
+    assert extended([0.5, 0.2], 4) == pytest.approx([0.5, 0.2, 0.08, 0.032])
+    assert extended([0.5, 0.2], 1) == [0.5]
+    assert extended([0.5], 2) == [0.5, 0.25], "position 1 is given that the step began"
+    assert extended([0.5, 0.0], 3) == [0.5, 0.0, 0.0]
+    assert extended([0.0, 0.0], 3) == [0.0, 0.0, 0.0]
+    predicted = SpeedModel([FREE], [0.5, 0.2]).predictions([1])
+    assert [row.extrapolated for row in predicted] == [False] * 2 + [True] * 6
+    assert [row.k for row in predicted] == list(range(1, 9))
+
+
+def test_costs_between_batches_lie_on_a_line_and_past_the_last_on_its_end() -> None:
+    points = [(1.0, 10.0), (4.0, 16.0), (16.0, 28.0)]
+    assert [on_line(points, at) for at in (1, 2, 4, 10, 16, 32)] == [10, 12, 16, 22, 28, 44]
+    assert on_line(points, 0.5) == 10.0
+    assert on_line(points[:1], 64) == 10.0
+    model = SpeedModel([replace(FREE, batch=2), DEAR], [0.5])
+    flags = {row.batch: row.extrapolated for row in model.predictions() if row.k == 1}
+    assert flags == {1: True, 2: False, 4: False, 8: False, 16: False, 32: True, 64: True}
+
+
+def test_the_recommended_k_follows_the_costs() -> None:
+    # Free rows: the longest draft. Rows that cost a step each: every k loses, plain decoding is best.
+    model = SpeedModel([FREE, DEAR], [0.5, 0.25])
+    best = model.recommended()
+    assert best["1"] == DRAFTS and best["16"] == 0
+    assert best["2"] >= best["4"] >= best["8"]
+    assert SpeedModel([FREE], [0.5, 0.25], steps=3).recommended() == dict.fromkeys(best, 3)
+
+
+def test_measured_points_stand_beside_the_model_at_the_batch_that_ran() -> None:
+    model = SpeedModel([made_up(1, 10, 0, 2, 0), made_up(3, 20, 0, 4, 0)], [0.5])
+    run = {"ratio": 1.2, "tau": 1.4, "running": 2.0}
+    (row,) = compared(model, {"batch": 3, "speculative": {"1": run}})
+    assert (row["batch"], row["k"], row["speedup"], row["tau"]) == (3, 1, 1.2, 1.4)
+    assert row["predicted"] == pytest.approx(1.5 * 15 / 18)
+    assert row["predicted_own_tau"] == pytest.approx(1.4 * 15 / 18)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "batch", "wanted", "found"),
+    [(24, 1, 6, 6), (24, 4, 6, 4), (24, 16, 6, 16), (24, 4, 9, 8), (3, 1, 6, 3), (3, 4, 6, 0)],
+)
+def test_batches_are_full(prompts: int, batch: int, wanted: int, found: int) -> None:
+    assert whole_batches(prompts, batch, wanted) == found
+
+
+def test_every_part_of_a_step_is_measured() -> None:
+    target = make_target()
+    rounds: list[int] = []
+    costs = measure_costs(
+        target, build(target, MtpConfig()), (1, 3), 20, 2, notice=lambda: rounds.append(1)
+    )
+    assert len(rounds) == 3, "one round is not counted"
+    for cost, batch in zip(costs, (1, 3), strict=True):
+        assert cost.batch == batch
+        assert len(cost.target) == len(cost.observe) == DRAFTS + 1
+        assert min(*cost.target, *cost.observe, cost.draft) > 0
+        assert set(cost.noise) == {"target", "observe", "draft"}
+        assert cost.step(2) == cost.target[2] + cost.observe[2] + cost.draft
+    told = json.loads(json.dumps(costs_as_json(costs, 20, 2)))
+    assert told["cached"] == 20 and len(told["batches"][1]["verified_row"]) == DRAFTS
+
+
+def test_costs_without_a_head_and_of_a_head_of_one_step() -> None:
+    target = make_target()
+    (plain,) = measure_costs(target, None, (2,), 5, 1)
+    assert plain.observe == () and plain.draft == 0 and plain.plain() > 0
+    (single,) = measure_costs(target, build_medusa(target, MedusaConfig(steps=1)), (1,), 5, 1)
+    assert single.draft == 0 and len(single.observe) == DRAFTS + 1
+
+
+@pytest.mark.parametrize("bad", [{"cached": 0}, {"repeats": 0}, {"batches": (0,)}])
+def test_nothing_to_measure_is_refused(bad: dict[str, object]) -> None:
+    usual: dict[str, object] = {"batches": (1,), "cached": 4, "repeats": 1}
+    with pytest.raises(UserError, match="cached"):
+        measure_costs(make_target(), None, **(usual | bad))  # type: ignore[arg-type]
+
+
+def prompt_set(count: int) -> PromptSet:
+    requests = tuple(Request(str(i), (1, 2 + i, 3), 6) for i in range(count))
+    return PromptSet("heldout", requests, {request.key: "" for request in requests})
+
+
+def test_speed_and_model_are_measured_at_every_batch_there_are_prompts_for() -> None:
+    target = make_target()
+    head = build(target, MtpConfig())
+    config = EvaluateConfig(
+        drafts=2,
+        max_new_tokens=6,
+        speed_prompts=2,
+        speed_batches=[1, 3, 16],
+        cost_batches=[1, 3],
+        cost_repeats=1,
+    )
+    speed, model = measure_speeds(target, head, prompt_set(4), [0.5, 0.2], config)
+    assert speed["batch"] == 1 and speed["prompts"] == 2
+    points = [(row["batch"], row["k"]) for row in model["measured"]]
+    assert points == [(1, 1), (1, 2), (3, 1), (3, 2)], "16 prompts are not there"
+    assert {row["running"] for row in model["measured"] if row["batch"] == 1} == {1.0}
+    assert all(1 < row["running"] <= 3 for row in model["measured"] if row["batch"] == 3)
+    assert model["costs"]["cached"] == 3 + 3
+    assert len(model["predicted"]) == 7 * 8 and set(model["recommended"]) == {
+        *("1", "2", "4", "8", "16", "32", "64")
+    }
+    assert measure_speeds(target, head, prompt_set(4), [0.5], replace(config, speed_prompts=0)) == (
+        {},
+        {},
+    )
+
+
+def test_batched_and_single_runs_say_the_same_number_of_tokens() -> None:
+    target = make_target()
+    head = build(target, MtpConfig())
+    requests = prompt_set(4).requests
+    for batch in (1, 4):
+        speed = measure_speed(
+            target, head, requests, {k: SchemeConfig(drafts=k) for k in (1, 2)}, batch
+        )
+        runs = [speed["plain"], *speed["speculative"].values()]
+        assert [run["tokens"] for run in runs] == [24] * 3
+        assert [set(run) >= {"ratio", "tau", "running"} for run in runs] == [False, True, True]
+
+
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_every_head_has_its_costs(name: str) -> None:
+    target = make_target(num_hidden_layers=4)
+    (cost,) = measure_costs(target, make_variant(target, name), (2,), 6, 1)
+    assert cost.step(1) > cost.observe[1] > 0
