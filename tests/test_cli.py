@@ -928,7 +928,7 @@ def test_ranks_that_hold_the_target_together_measure_what_one_does(
     alone = json.loads(record.read_text())
     two = overrides(folder, "engine.tensor_parallel=2")
     assert guarded(lambda: dispatch("evaluate", two)) == 2
-    assert "1 ranks, engine.tensor_parallel=2; launch with torchrun" in capsys.readouterr().err
+    assert "1 ranks, tensor_parallel 2; launch with torchrun" in capsys.readouterr().err
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "-m", "mtp_train.cli.evaluate", *two]
     environment = {key: value for key, value in os.environ.items() if "PYTEST" not in key}
