@@ -18,9 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtp_train.attention.paged import BatchPlan, PagedKV
 from mtp_train.core.errors import UserError
-from mtp_train.engine.clock import Clock
 from mtp_train.engine.propose import Carry, Draft, Drafting, HeadRunner, require_steps
 from mtp_train.engine.tree import fixed_paths, tree_rows
 from mtp_train.heads.base import DraftHead
@@ -87,21 +85,6 @@ class TreeProposer(HeadRunner):
         self.paths = fixed_paths(config.drafts, config.depth, config.top_k)
         width = config.top_k if config.kind == "dynamic" else _widest(self.paths)
         self.room = max(config.drafts, width * (config.depth - 1)) + 1
-
-    def observe(
-        self,
-        cache: PagedKV,
-        plan: BatchPlan,
-        next_T: Tensor,
-        states: dict[str, Tensor],
-        row_B: Tensor,
-        clock: Clock,
-    ) -> Carry:
-        with clock("head"):
-            state_BD = self.rows(cache, plan, next_T, self.head.fuse(states), 0)[row_B]
-        with clock("lm_head of the head"):
-            logits_BU = self.logits(state_BD, 0)
-        return Carry(state_BD, logits_BU)
 
     def propose(self, step: Drafting) -> Draft:
         assert step.carry is not None, "observe before propose"

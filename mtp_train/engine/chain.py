@@ -20,10 +20,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mtp_train.attention.paged import BatchPlan, PagedKV, plan_before
+from mtp_train.attention.paged import BatchPlan, plan_before
 from mtp_train.batches.align import draft_rows
-from mtp_train.engine.clock import Clock
-from mtp_train.engine.propose import Carry, Draft, Drafting, HeadRunner, Waiting, require_steps
+from mtp_train.engine.propose import Draft, Drafting, HeadRunner, Waiting, require_steps
 from mtp_train.engine.sampling import best, draw
 from mtp_train.heads.base import DraftHead
 from mtp_train.models.target import Target
@@ -46,22 +45,10 @@ class ChainProposer(HeadRunner):
         self.reach = None if self.lag else self.ahead
         self.early = drafts == 1 and self.ahead == 1
 
-    def observe(
-        self,
-        cache: PagedKV,
-        plan: BatchPlan,
-        next_T: Tensor,
-        states: dict[str, Tensor],
-        row_B: Tensor,
-        clock: Clock,
-    ) -> Carry:
-        with clock("head"):
-            out_TD = self.rows(cache, plan, next_T, self.head.fuse(states), 0)
-            state_BD = out_TD[row_B]
-            waiting = _waiting(plan, next_T, out_TD, row_B) if self.lag else ()
-        with clock("lm_head of the head"):
-            logits_BU = self.logits(state_BD, 0)
-        return Carry(state_BD, logits_BU, waiting, self.lag)
+    def waiting(
+        self, plan: BatchPlan, next_T: Tensor, out_TD: Tensor, row_B: Tensor
+    ) -> tuple[Waiting, ...]:
+        return _waiting(plan, next_T, out_TD, row_B) if self.lag else ()
 
     def propose(self, step: Drafting) -> Draft:
         assert step.carry is not None, "observe before propose"

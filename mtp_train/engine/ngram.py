@@ -9,27 +9,18 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from mtp_train.attention.paged import BatchPlan, PagedKV
 from mtp_train.core.errors import UserError
-from mtp_train.engine.clock import Clock
-from mtp_train.engine.propose import Draft, Drafting
+from mtp_train.engine.propose import Draft, Drafting, NoProposer
 
 
-class NgramProposer:
+class NgramProposer(NoProposer):
     """Drafts what followed the latest earlier occurrence of the sequence's last tokens.
 
     Args:
         drafts: K, at most.
         longest, shortest: tokens that must be equal; the longest match wins.
     """
-
-    cache_layers = 0
-    states: tuple[str, ...] = ()
-    ahead = 1
-    reach: int | None = 0
-    early = False
 
     def __init__(self, drafts: int, longest: int = 4, shortest: int = 2) -> None:
         if drafts < 1 or not 1 <= shortest <= longest:
@@ -40,17 +31,6 @@ class NgramProposer:
             )
         self.drafts = self.depth = self.room = drafts
         self.longest, self.shortest = longest, shortest
-
-    def observe(
-        self,
-        cache: PagedKV,
-        plan: BatchPlan,
-        next_T: Tensor,
-        states: dict[str, Tensor],
-        row_B: Tensor,
-        clock: Clock,
-    ) -> None:
-        return None
 
     def propose(self, step: Drafting) -> Draft | None:
         with step.clock("sampling"):

@@ -201,12 +201,14 @@ class NoProposer:
     ) -> None:
         return None
 
-    def propose(self, step: Drafting) -> None:
+    def propose(self, step: Drafting) -> Draft | None:
         return None
 
 
 class HeadRunner:
     """What every proposer that drafts with a head does: run it over planned rows, read its logits."""
+
+    lag = 0
 
     def __init__(self, target: Target, head: DraftHead) -> None:
         self.target = target
@@ -214,6 +216,29 @@ class HeadRunner:
         self.cache_layers = head.cache_layers
         self.states = head.states
         self.ahead = head.ahead
+
+    def observe(
+        self,
+        cache: PagedKV,
+        plan: BatchPlan,
+        next_T: Tensor,
+        states: dict[str, Tensor],
+        row_B: Tensor,
+        clock: Clock,
+    ) -> Carry:
+        with clock("head"):
+            out_TD = self.rows(cache, plan, next_T, self.head.fuse(states), 0)
+            state_BD = out_TD[row_B]
+            waiting = self.waiting(plan, next_T, out_TD, row_B)
+        with clock("lm_head of the head"):
+            logits_BU = self.logits(state_BD, 0)
+        return Carry(state_BD, logits_BU, waiting, self.lag)
+
+    def waiting(
+        self, plan: BatchPlan, next_T: Tensor, out_TD: Tensor, row_B: Tensor
+    ) -> tuple[Waiting, ...]:
+        """Rows of each sequence that later modules have to run; none for a head of one."""
+        return ()
 
     def rows(
         self,
