@@ -138,7 +138,7 @@ python -m sglang.launch_server --model-path {head} --speculative-algorithm EAGLE
     --speculative-num-steps {drafts} --speculative-eagle-topk 1 --speculative-num-draft-tokens {drafts + 1}
 ```"""
         return [
-            Serving("vLLM, method `mtp`", "0.32.0", False, vllm),
+            Serving("vLLM, method `mtp`", "0.32.0, CPU build, a Llama target", True, vllm),
             Serving("SGLang, algorithm `EAGLE`", "mid 2026", False, how),
         ]
 
