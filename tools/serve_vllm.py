@@ -6,7 +6,8 @@ library, torch and vLLM. It knows nothing of mtp_train: that is what makes it a 
     .venv-serving/bin/python tools/serve_vllm.py --target DIR --head DIR --method mtp \
         --prompts prompt_ids.jsonl --k 3 --out result.json
 
-One start serves every file of prompts at every temperature, each with counters of its own.
+One start serves several files of prompts, each with counters of its own; a prompt's line may name its own
+`max_new_tokens`.
 """
 
 from __future__ import annotations
@@ -58,17 +59,34 @@ class Counters:
         )
 
 
+@dataclass(frozen=True)
+class Prompt:
+    ids: list[int]
+    max_new_tokens: int | None = None  # None: as many as the others
+
+
+@dataclass(frozen=True)
+class Group:
+    """Prompts that are served together."""
+
+    name: str
+    prompts: list[Prompt]
+    temperature: float
+
+
 def main() -> int:
     args = parse_args()
     try:
-        prompts = {path.stem: read_prompts(path) for path in args.prompts}
+        files = [(path, args.temperature) for path in args.prompts]
+        files += [(args.sampled, 1.0)] if args.sampled else []
+        groups = [Group(path.stem, read_prompts(path), temperature) for path, temperature in files]
         check_head(args)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    result = serve(args, prompts)
+    result = serve(args, groups)
     write_json(args.out, result)
     print("\n".join(summary(result, run) for run in result["runs"]))
     return 0
@@ -94,19 +112,19 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--max-num-seqs", type=int, default=8, help="sequences served at once")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument(
-        "--temperature", type=float, default=[0.0], nargs="+", help="0 is greedy; each is a run"
-    )
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--sampled", type=Path, help="prompts to serve at temperature 1 as well")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     return parser.parse_args()
 
 
-def read_prompts(path: Path) -> list[list[int]]:
-    """Token ids of every prompt; ValueError names the first line that isn't one."""
+def read_prompts(path: Path) -> list[Prompt]:
+    """Every prompt; ValueError names the first line that isn't one."""
     prompts = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
-            ids = json.loads(line)["prompt_ids"]
+            row = json.loads(line)
+            ids = row["prompt_ids"]
         except (ValueError, KeyError, TypeError):
             ids = None
         if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
@@ -114,7 +132,7 @@ def read_prompts(path: Path) -> list[list[int]]:
                 f'{path}:{number}: every line must be {{"prompt_ids": [int, ..]}}, '
                 f"got {line[:60]!r}; write the prompts as token ids"
             )
-        prompts.append(ids)
+        prompts.append(Prompt(ids, row.get("max_new_tokens")))
     if not prompts:
         raise ValueError(f"{path}: at least one prompt is needed, got none; check the file")
     return prompts
@@ -134,45 +152,39 @@ def check_head(args: argparse.Namespace) -> None:
         )
 
 
-def serve(args: argparse.Namespace, prompts: dict[str, list[list[int]]]) -> dict[str, Any]:
-    """Generate for every file of prompts at every temperature; counters and times exclude a short warm-up."""
+def serve(args: argparse.Namespace, groups: list[Group]) -> dict[str, Any]:
+    """Generate for every group; counters and times exclude a short warm-up."""
     import torch
     import vllm
 
     started = time.perf_counter()
-    llm = vllm.LLM(**engine_arguments(args, [one for group in prompts.values() for one in group]))
+    llm = vllm.LLM(**engine_arguments(args, [one for group in groups for one in group.prompts]))
     start_up_s = time.perf_counter() - started
-    generate(llm, [next(iter(prompts.values()))[0][:4]], 4, 0.0)
+    generate(llm, [Prompt(groups[0].prompts[0].ids[:4])], 4, 0.0)
     return {
         "vllm_version": vllm.__version__,
         "torch_version": torch.__version__,
         "settings": {key: settable(value) for key, value in vars(args).items()},
         "environment": {name: os.environ[name] for name in ENVIRONMENT},
         "start_up_s": round(start_up_s, 3),
-        "runs": [
-            measured(llm, name, group, args.max_new_tokens, temperature)
-            for temperature in args.temperature
-            for name, group in prompts.items()
-        ],
+        "runs": [measured(llm, group, args.max_new_tokens) for group in groups],
     }
 
 
-def measured(
-    llm: LLM, name: str, prompts: list[list[int]], max_tokens: int, temperature: float
-) -> dict[str, Any]:
+def measured(llm: LLM, group: Group, max_tokens: int) -> dict[str, Any]:
     """One batch of prompts: outputs, counters, time."""
     before, started = read_counters(llm), time.perf_counter()
-    outputs = generate(llm, prompts, max_tokens, temperature)
+    outputs = generate(llm, group.prompts, max_tokens, group.temperature)
     generation_s = time.perf_counter() - started
     counters = read_counters(llm).minus(before)
     rows = [
-        {"prompt_ids": ids, "output_ids": list(output.outputs[0].token_ids)}
-        for ids, output in zip(prompts, outputs, strict=True)
+        {"prompt_ids": prompt.ids, "output_ids": list(output.outputs[0].token_ids)}
+        for prompt, output in zip(group.prompts, outputs, strict=True)
     ]
     new_tokens = sum(len(row["output_ids"]) for row in rows)
     return {
-        "prompts": name,
-        "temperature": temperature,
+        "prompts": group.name,
+        "temperature": group.temperature,
         "counters": asdict(counters),
         "acceptance": acceptance(counters),
         "new_tokens": new_tokens,
@@ -183,19 +195,26 @@ def measured(
 
 
 def generate(
-    llm: LLM, prompts: list[list[int]], max_tokens: int, temperature: float
+    llm: LLM, prompts: list[Prompt], max_tokens: int, temperature: float
 ) -> list[RequestOutput]:
     import vllm
 
-    sampling = vllm.SamplingParams(temperature=temperature, max_tokens=max_tokens, detokenize=False)
-    requests = [vllm.TokensPrompt(prompt_token_ids=ids) for ids in prompts]
+    sampling = [
+        vllm.SamplingParams(
+            temperature=temperature,
+            max_tokens=prompt.max_new_tokens or max_tokens,
+            detokenize=False,
+        )
+        for prompt in prompts
+    ]
+    requests = [vllm.TokensPrompt(prompt_token_ids=prompt.ids) for prompt in prompts]
     outputs: list[RequestOutput] = llm.generate(requests, sampling)
     return outputs
 
 
-def engine_arguments(args: argparse.Namespace, prompts: list[list[int]]) -> dict[str, Any]:
+def engine_arguments(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, Any]:
     # vLLM stops drafting close to the end of the context: leave room for one more proposal.
-    needed = max(map(len, prompts)) + args.max_new_tokens + args.k + 1
+    needed = max(len(prompt.ids) for prompt in prompts) + args.max_new_tokens + args.k + 1
     arguments: dict[str, Any] = {
         "model": str(args.target),
         "dtype": args.dtype,

@@ -18,7 +18,6 @@ Shapes: T rows of all requests end to end, B requests, D hidden width, K drafts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -29,31 +28,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
-
-@dataclass(frozen=True)
-class Rows:
-    """Consecutive verified rows of one request: the tokens that module 0 read there, its output, and where they end."""
-
-    token_R: Tensor
-    state_RD: Tensor
-    last: int  # position of the last row
-
-    @property
-    def first(self) -> int:
-        return self.last + 1 - len(self.token_R)
-
-    def after(self, earlier: Rows | None) -> Rows:
-        """These rows with those just before them; an earlier part that doesn't end there is of another time."""
-        if earlier is None or earlier.last + 1 != self.first:
-            return self
-        return Rows(
-            torch.cat([earlier.token_R, self.token_R]),
-            torch.cat([earlier.state_RD, self.state_RD]),
-            self.last,
-        )
-
-    def tail(self, count: int) -> Rows:
-        return Rows(self.token_R[-count:].clone(), self.state_RD[-count:].clone(), self.last)
+from mtp_train.serving_plugin.rows import Rows
 
 
 def install() -> None:
@@ -166,7 +141,7 @@ def _run(
     step: int,
     later: int,
 ) -> Tensor:
-    """The outputs [T, D] of draft step `step` for counts[b] rows from row firsts[b] on, `later` positions after them."""
+    """The outputs [T, D] of draft step `step` for counts[b] rows from firsts[b] on, at positions `later` after them."""
     row_T = torch.cat(
         [torch.arange(first, first + count) for first, count in zip(firsts, counts, strict=True)]
     ).to(token_T.device)
