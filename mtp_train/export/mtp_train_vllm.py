@@ -73,11 +73,9 @@ class MtpTrainVllm(Layout):
                 sorted(norms - set(SWITCHES)),
                 "export the head again",
             )
-        settings = MtpConfig(
-            modules=int(config["num_nextn_predict_layers"]),
-            block=block_kind(target),
-            **{name: name in norms for name in SWITCHES},
-        )
+        modules = int(config["num_nextn_predict_layers"])
+        switches: dict[str, Any] = {name: name in norms for name in SWITCHES}
+        settings = MtpConfig(modules=modules, block=block_kind(target), **switches)
         head = MtpHead(target, settings)
         require_tensors(tensors, _named(head))
         with torch.no_grad():
