@@ -33,7 +33,7 @@ from mtp_train.text.sources import Answer
 from mtp_train.train.config import TrainConfig
 from mtp_train.train.loop import train
 
-REPEATS = 6  # of the answer that is to be known, for each time that the others are seen
+REPEATS = 10  # of the answer that is to be known, for each time that the others are seen
 EPOCHS = 14
 BLUR = 0.05  # of a draft model that is a copy of the target: noise over each weight's spread
 EAGLE3 = Eagle3Config(draft_vocabulary=2048)
@@ -49,6 +49,7 @@ class Case:
         beside: the method stands beside the head's path; else the layout's folder is served as the target.
         drafts: k, one start each.
         quick: part of the short check.
+        may_refuse: vLLM's CPU runner may not serve the method: its message goes into the table, and fails nothing.
         plugin: vLLM needs ours.
     """
 
@@ -60,25 +61,26 @@ class Case:
     quick: bool = False
     plugin: bool = False
     beside: bool = True
+    may_refuse: bool = False
 
 
 CASES = (
-    Case("mimo", "mimo_mtp", MtpConfig(), "mtp", (3, 1), quick=True),
-    Case("eagle", "eagle", EagleConfig(), "eagle", (3, 1), quick=True),
+    Case("mimo", "mimo_mtp", MtpConfig(), "mtp", (3, 1)),
+    Case("eagle", "eagle", EagleConfig(), "eagle", (3, 1)),
     Case("eagle3", "eagle3", EAGLE3, "eagle3", (3, 1), quick=True),
     Case(
         "plugin",
         "mtp_train_vllm",
-        MtpConfig(modules=2, enorm=False, final_norm=False),
+        MtpConfig(modules=2, enorm=False, input_norm=False),
         "mtp",
         (3, 1),
         quick=True,
         plugin=True,
     ),
     Case("speculators", "speculators", EAGLE3, "speculators"),
-    Case("stitched", "stitched", MtpConfig(), "mtp", beside=False),
-    Case("medusa", "medusa", MedusaConfig(own_lm_heads=False), "medusa"),
-    Case("draft_model", "draft_model", None, "draft_model"),
+    Case("stitched", "stitched", MtpConfig(), "mtp", beside=False, may_refuse=True),
+    Case("medusa", "medusa", MedusaConfig(own_lm_heads=False), "medusa", may_refuse=True),
+    Case("draft_model", "draft_model", None, "draft_model", may_refuse=True),
 )
 
 
@@ -98,7 +100,7 @@ def small_head(target: Target, config: Any, known: Answer, others: Sequence[Answ
         cpu=target.device.type == "cpu",
     )
     settings = TrainConfig(
-        epochs=EPOCHS, rows=256, learning_rate=2e-3, decay=1.0, validations=1, checkpoints=1
+        epochs=EPOCHS, rows=256, decay=1.0, validations=1, checkpoints=1, explode=0
     )
     with tempfile.TemporaryDirectory() as scratch:
         features, accounting = Path(scratch) / "features", Accounting(used=len(sequences)).as_dict()

@@ -225,10 +225,8 @@ class Check:
                     name, folder, case.method, groups, k, limits=limits, case=case
                 )
             except UserError as error:
-                record = {"name": name, "layout": case.layout, "k": k, "engine": VLLM}
-                failed = {"refused": str(error), "version": "", "failures": [str(error)]}
-                records.append(record | failed)
                 print(f"\n{name}: {error}")
+                records.append(refused(name, case, k, str(error)))
                 continue
             record = compared(name, case.layout, self.ours, served_head, k, served)
             trained = served[0].texts.outputs[0] == known.output_ids[: limits["known"]]
@@ -444,6 +442,17 @@ def compared(
     return record
 
 
+def refused(name: str, case: Case, k: int, message: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "layout": case.layout,
+        "k": k,
+        "engine": VLLM,
+        "refused": message,
+        "failures": [] if case.may_refuse else [message],
+    }
+
+
 def sampling_record(engine: str, version: str, found: Likelihood) -> dict[str, Any]:
     print(f"\n{sampling_finding(engine, version, found)}")
     return {
@@ -473,9 +482,7 @@ def table_rows(records: Sequence[dict[str, Any]]) -> list[Row]:
 
 def seen_row(layout: str, engine: str, record: dict[str, Any]) -> Row:
     if "refused" in record:
-        return Row(
-            layout, engine, record["version"], f"not served: {record['refused']}", record["k"]
-        )
+        return Row(layout, engine, "CPU build", f"not served: {record['refused']}", record["k"])
     state = "seen: differs" if record["failures"] else "seen: counters equal ours"
     state += f" ({record['name']})"
     figures = record["vllm"]["tau"], record["ours"]["tau"]
