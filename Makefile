@@ -32,7 +32,7 @@ check: $(READY)
 
 verify-serving: setup
 	@PYTHON=$(PYTHON) tools/setup_serving.sh
-	@$(BIN)/python tools/verify_serving.py
+	@$(BIN)/python tools/verify_serving.py --table docs/serving.md
 
 setup: $(READY)
 	@$(BIN)/python tools/get_target.py

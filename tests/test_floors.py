@@ -20,6 +20,7 @@ FLOORS = {
     "losses": 1,
     "attention": 1,
     "page": 1,
+    "serving_plugin": 1,
     "models": 2,
     "heads": 2,
     "batches": 2,
@@ -47,7 +48,16 @@ LIBRARIES = {
     "hydra": ("cli",),
     "omegaconf": ("cli",),
     "yaml": ("cli",),
-    "transformers": ("attention", "text", "models", "dialogue", "regenerate", "evaluate", "cli"),
+    "transformers": (
+        "serving_plugin",
+        "attention",
+        "text",
+        "models",
+        "dialogue",
+        "regenerate",
+        "evaluate",
+        "cli",
+    ),
     "flashinfer": ("attention",),
     "torchao": ("models",),
     "torch": (
@@ -64,6 +74,7 @@ LIBRARIES = {
         "train",
         "evaluate",
         "export",
+        "serving_plugin",
         "cli",
     ),
     "fsspec": ("store/places.py",),
@@ -77,7 +88,7 @@ LIBRARIES = {
     "httpx": ("regenerate",),
     "wandb": (),
     "tensorboard": (),
-    "vllm": ("precompute/vllm_side/mtp_train_vllm_states.py",),
+    "vllm": ("precompute/vllm_side/mtp_train_vllm_states.py", "serving_plugin"),
     "pickle": (),
 }
 

@@ -122,7 +122,7 @@ def test_an_exported_head_comes_back_and_drafts_the_same(
 ) -> None:
     check = export_head(overfitted, target, ExportConfig(), tmp_path / "head", {})
     assert len(check) == 6 and max(check.values()) == 0
-    again = import_head(tmp_path / "head", target)
+    _, again = import_head(tmp_path / "head", target)
     assert [c.steps for c in run(target, again, requests)] == [
         c.steps for c in run(target, overfitted, requests)
     ]

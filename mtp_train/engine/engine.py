@@ -40,6 +40,11 @@ class Engine:
         self.proposer: Proposer = self.parts.proposer
         self.stats = RunStats(0.0, {}, 0, 0)
 
+    @property
+    def limit(self) -> int:
+        """Longest sequence."""
+        return self.parts.limit
+
     @torch.inference_mode()
     def generate(
         self,

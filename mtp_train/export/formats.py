@@ -15,6 +15,7 @@ from mtp_train.export.files import tensor_names
 from mtp_train.export.layout import Layout
 from mtp_train.export.medusa import Medusa
 from mtp_train.export.mimo import MimoMtp
+from mtp_train.export.mtp_train_vllm import MtpTrainVllm
 from mtp_train.export.speculators import Speculators
 from mtp_train.export.stitched import Stitched
 
@@ -27,6 +28,7 @@ ALL: tuple[Layout, ...] = (
     Speculators(),
     DeepseekNextn(),
     Medusa(),
+    MtpTrainVllm(),
     Stitched(),
     DraftModel(),  # any model is one
 )
