@@ -150,7 +150,15 @@ class BatchPlan:
 
     def last_rows(self) -> Tensor:
         """Index of the last row of each sequence [B]."""
-        return torch.from_numpy(self.qo_indptr[1:] - 1).to(self.slots.device)
+        return placed(self.qo_indptr[1:] - 1, self.slots.device)
+
+
+def placed(values: np.ndarray, device: torch.device) -> Tensor:
+    """An array of the host on the device. A GPU is not waited for: it copies from pinned memory when it gets there."""
+    tensor = torch.from_numpy(values)
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def plan_batch(
@@ -187,8 +195,8 @@ def plan_batch(
             [length - (need - 1) * page_size for length, need in zip(lengths, used, strict=True)]
         ),
         page_size=page_size,
-        positions=torch.from_numpy(np.concatenate(positions)).to(device),
-        slots=torch.from_numpy(np.concatenate(slots)).to(device),
+        positions=placed(np.concatenate(positions), device),
+        slots=placed(np.concatenate(slots), device),
         trees=tuple(trees) if trees and any(trees) else None,
     )
 
