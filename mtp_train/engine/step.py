@@ -120,7 +120,7 @@ class Step:
         with self.clock("sampling"):
             verdict = self._verify(decoding, draft, tree, logits_BRV) if decoding else None
             first_E = self._first(batch.complete(), logits_EV) if batch.ending else None
-        finite = _finite(logits_BRV[:, 0], logits_EV)
+        finite = _finite(logits_BRV, verdict, logits_EV)
         verdict, first_E, finite = self._agreed(verdict, first_E, finite)
         if tree is not None and verdict is not None:
             self._compact(plan, verdict, rows)
@@ -529,9 +529,15 @@ class _Shown:
     tree: Tree | None
 
 
-def _finite(logits_BV: Tensor, logits_EV: Tensor) -> Tensor:
-    """Whether each sequence's logits can be chosen from, bool [B + F]."""
-    return torch.cat([logits_BV.amax(dim=-1), logits_EV.amax(dim=-1)]).isfinite()
+def _finite(logits_BRV: Tensor, verdict: Verdict | None, logits_EV: Tensor) -> Tensor:
+    """Whether each sequence's logits can be chosen from, those of every accepted draft's row too, bool [B + E]."""
+    first_E = logits_EV.amax(dim=-1).isfinite()
+    if verdict is None:
+        return first_E
+    path_BD = logits_BRV.amax(dim=-1).isfinite().gather(1, verdict.path_BD)
+    place_D = torch.arange(path_BD.shape[1], device=path_BD.device)
+    beyond_BD = place_D > verdict.accepted_B.unsqueeze(1)
+    return torch.cat([(path_BD | beyond_BD).all(dim=1), first_E])
 
 
 def _flat_rows(row_BD: Tensor, rows: int) -> Tensor:
