@@ -118,6 +118,23 @@ def test_an_interrupted_call_gives_its_pages_back(toy_target: Target) -> None:
     assert engine.generate(requests(6)) == plain(toy_target, requests(6))
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    ("sampling", "order"), [(Sampling(), "plain"), (Sampling(1.0), "overlapped")]
+)
+def test_who_had_to_yield_goes_on_as_if_it_had_not(
+    toy_target: Target, scheme: str, sampling: Sampling, order: str
+) -> None:
+    """The same drafts, and draws of the request's own generator, as where there are pages for all."""
+    asked = [replace(r, seed=at) for at, r in enumerate(requests(12))]
+    scarce = replace(SMALL, cache_rows=96, prefill_rows=9, order=order)
+    engine = Engine(toy_target, SCHEMES[scheme](toy_target), scarce)
+    done = engine.generate(asked, sampling)
+    assert engine.stats.preempted > 0
+    want = Engine(toy_target, SCHEMES[scheme](toy_target), SMALL).generate(asked, sampling)
+    assert [(c.tokens, c.steps) for c in done] == [(c.tokens, c.steps) for c in want]
+
+
 # --- how outputs end ----------------------------------------------------------------------------------------------
 
 

@@ -355,7 +355,8 @@ class Step:
         """Of a single-token head: its next draft needs neither a plan nor the host."""
         if not self.proposer.early or self.config.order != "overlapped":
             return
-        ready = [*batch.decoding, *batch.complete()]
+        joining = [item for item in batch.resuming if item.draft is None]
+        ready = [*batch.decoding, *batch.complete(), *joining]
         draft = self._propose(ready) if ready else None
         if draft is not None:
             for index, sequence in enumerate(ready):
@@ -424,6 +425,8 @@ class Step:
             self._commit_decoded(batch.decoding, draft, verdict, logits_BRV, whole)
         for sequence, rows in zip(batch.filling, batch.rows, strict=True):
             sequence.cached += rows
+        for sequence in batch.resuming:
+            sequence.decoding = True
         if first_E is None:
             return
         for index, (sequence, token) in enumerate(
