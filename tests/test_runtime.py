@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -117,6 +118,23 @@ def test_an_interrupted_call_gives_its_pages_back(toy_target: Target) -> None:
     assert engine.generate(requests(6)) == plain(toy_target, requests(6))
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    ("sampling", "order"), [(Sampling(), "plain"), (Sampling(1.0), "overlapped")]
+)
+def test_who_had_to_yield_goes_on_as_if_it_had_not(
+    toy_target: Target, scheme: str, sampling: Sampling, order: str
+) -> None:
+    """The same drafts, and draws of the request's own generator, as where there are pages for all."""
+    asked = [replace(r, seed=at) for at, r in enumerate(requests(12))]
+    scarce = replace(SMALL, cache_rows=96, prefill_rows=9, order=order)
+    engine = Engine(toy_target, SCHEMES[scheme](toy_target), scarce)
+    done = engine.generate(asked, sampling)
+    assert engine.stats.preempted > 0
+    want = Engine(toy_target, SCHEMES[scheme](toy_target), SMALL).generate(asked, sampling)
+    assert [(c.tokens, c.steps) for c in done] == [(c.tokens, c.steps) for c in want]
+
+
 # --- how outputs end ----------------------------------------------------------------------------------------------
 
 
@@ -174,6 +192,57 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(
     assert engine.generate(asked) == done, "its pages poison nobody who gets them next"
     rest = [at for at in (0, 1, 3, 4) if poison not in want[at].tokens]
     assert rest and [done[at].tokens for at in rest] == [want[at].tokens for at in rest]
+
+
+@pytest.mark.parametrize("scheme", ["mtp-3", "mtp-dynamic"])
+def test_a_draft_whose_logits_are_no_numbers_is_never_the_last_word(
+    toy_target: Target, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where only an accepted draft's row overflows, as a last layer's output may: no token is chosen from it."""
+    asked = requests(16, 40)
+    usual = Engine(toy_target, SCHEMES[scheme](toy_target), SMALL).generate(asked)
+    accepted = Counter(t for c in usual for step in c.steps for t in step.drafted[: step.accepted])
+    poison = accepted.most_common(1)[0][0]
+
+    def overflow(engine: Engine) -> list[Completion]:
+        head, token = engine.parts.target.base.norm.forward, {}
+
+        def embedded(_: Any, inputs: tuple[torch.Tensor]) -> None:
+            token["T"] = inputs[0]
+
+        def normed(state_TD: torch.Tensor) -> torch.Tensor:
+            bad_T1 = (token["T"] == poison).unsqueeze(-1)
+            return torch.where(bad_T1, torch.nan, head(state_TD))
+
+        embedding = toy_target.base.get_input_embeddings()
+        hook = embedding.register_forward_pre_hook(embedded)
+        with monkeypatch.context() as patch:
+            patch.setattr(toy_target.base.norm, "forward", normed)
+            done = engine.generate(asked)
+        hook.remove()
+        return done
+
+    want = overflow(Engine(toy_target, None, SMALL))
+    assert sum(c.finish == NOT_FINITE for c in want) >= 1
+    done = overflow(Engine(toy_target, SCHEMES[scheme](toy_target), SMALL))
+    assert [c.finish for c in done] == [c.finish for c in want]
+    for one, other in zip(done, want, strict=True):
+        assert one.tokens == other.tokens[: len(one.tokens)]
+
+
+@pytest.mark.parametrize("order", ["overlapped", "plain"])
+def test_a_head_that_gives_no_numbers_costs_speed_alone(toy_target: Target, order: str) -> None:
+    """One that diverged: sampled output is what it is without it, and its expected acceptance a number."""
+    head = make_variant(toy_target, "mtp")
+    with torch.no_grad():
+        next(head.parameters()).fill_(torch.nan)
+    config = replace(SMALL, order=order, alphas=True)
+    engine = Engine(toy_target, ChainProposer(toy_target, head, 2), config)
+    done = engine.generate(requests(16), Sampling(1.0))
+    steps = [step for c in done for step in c.steps]
+    assert steps and all(step.alphas[0] == step.accepted == 0 for step in steps)
+    said = [token for c in done for token in c.tokens]
+    assert len(set(said)) > 40, "drawn from the target, not the first token over and over"
 
 
 # --- what else is asked of an output ------------------------------------------------------------------------------

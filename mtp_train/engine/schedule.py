@@ -102,7 +102,8 @@ class Schedule:
     def _begin(self, sequence: Sequence) -> bool:
         """Take what others have computed of it, if there is room for the rest too."""
         sharing = self.config.share_prefixes and self.proposer.reach is not None
-        shared = self.pages.share(sequence.tokens) if sharing else []
+        known = len(sequence.tokens) - bool(sequence.output)  # a row is left to read in any case
+        shared = self.pages.share(sequence.tokens[:known]) if sharing else []
         rows = len(shared) * self.pages.page_size
         if not self.pages.fits(len(sequence.tokens) + self._room - rows):
             self.pages.release(shared)
@@ -139,8 +140,10 @@ class Schedule:
                     rows.append(chunk)
                     budget -= chunk
         pairs = zip(filling, rows, strict=True)
-        ending = [at for at, (item, chunk) in enumerate(pairs) if chunk == item.pending]
-        return Batch(decoding, filling, rows, ending)
+        last = [at for at, (item, chunk) in enumerate(pairs) if chunk == item.pending]
+        ending = [at for at in last if not filling[at].output]
+        resuming = [filling[at] for at in last if filling[at].output]
+        return Batch(decoding, filling, rows, ending, resuming)
 
     def _grow(self, sequence: Sequence, rows: int) -> bool:
         """Pages for `rows` rows, taken from the youngest where none is free; False if that is the sequence itself."""

@@ -106,8 +106,8 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Rows that the target has to read to say the next token."""
-        return len(self.tokens) - self.cached
+        """Rows that the target has to read before the sequence decodes; what it has said is not said again."""
+        return len(self.tokens) - bool(self.output) - self.cached
 
     def scripted(self, choices: list[int]) -> list[int]:
         """The target's choices for the next tokens, with the script's in their place as far as it goes."""
@@ -130,11 +130,14 @@ class Sequence:
         return len(self.tokens) - before
 
     def restart(self) -> None:
-        """Forget what is cached: it will be computed again from the tokens."""
+        """Forget what is cached: it will be computed again from the tokens.
+
+        Drafts that were drawn ahead stay: they would take from the request's randomness once more.
+        """
         self.pages = []
         self.cached = self.observed = self.named = 0
         self.decoding = False
-        self.carry = self.draft = None
+        self.carry = None
 
     def complete(self) -> Completion:
         return Completion(
@@ -166,13 +169,15 @@ class Batch:
 
     Attributes:
         rows: of the sequences in `filling`, how many of their pending rows.
-        ending: which of them this is the last chunk of.
+        ending: which of them this is the last chunk of: it says their first token.
+        resuming: those whose pages had been taken, and which have now been read up to the newest token.
     """
 
     decoding: list[Sequence]
     filling: list[Sequence]
     rows: list[int]
     ending: list[int]
+    resuming: list[Sequence]
 
     @property
     def all(self) -> list[Sequence]:

@@ -120,7 +120,7 @@ class Step:
         with self.clock("sampling"):
             verdict = self._verify(decoding, draft, tree, logits_BRV) if decoding else None
             first_E = self._first(batch.complete(), logits_EV) if batch.ending else None
-        finite = _finite(logits_BRV[:, 0], logits_EV)
+        finite = _finite(logits_BRV, verdict, logits_EV)
         verdict, first_E, finite = self._agreed(verdict, first_E, finite)
         if tree is not None and verdict is not None:
             self._compact(plan, verdict, rows)
@@ -355,7 +355,8 @@ class Step:
         """Of a single-token head: its next draft needs neither a plan nor the host."""
         if not self.proposer.early or self.config.order != "overlapped":
             return
-        ready = [*batch.decoding, *batch.complete()]
+        joining = [item for item in batch.resuming if item.draft is None]
+        ready = [*batch.decoding, *batch.complete(), *joining]
         draft = self._propose(ready) if ready else None
         if draft is not None:
             for index, sequence in enumerate(ready):
@@ -424,6 +425,8 @@ class Step:
             self._commit_decoded(batch.decoding, draft, verdict, logits_BRV, whole)
         for sequence, rows in zip(batch.filling, batch.rows, strict=True):
             sequence.cached += rows
+        for sequence in batch.resuming:
+            sequence.decoding = True
         if first_E is None:
             return
         for index, (sequence, token) in enumerate(
@@ -529,9 +532,15 @@ class _Shown:
     tree: Tree | None
 
 
-def _finite(logits_BV: Tensor, logits_EV: Tensor) -> Tensor:
-    """Whether each sequence's logits can be chosen from, bool [B + F]."""
-    return torch.cat([logits_BV.amax(dim=-1), logits_EV.amax(dim=-1)]).isfinite()
+def _finite(logits_BRV: Tensor, verdict: Verdict | None, logits_EV: Tensor) -> Tensor:
+    """Whether each sequence's logits can be chosen from, those of every accepted draft's row too, bool [B + E]."""
+    first_E = logits_EV.amax(dim=-1).isfinite()
+    if verdict is None:
+        return first_E
+    path_BD = logits_BRV.amax(dim=-1).isfinite().gather(1, verdict.path_BD)
+    place_D = torch.arange(path_BD.shape[1], device=path_BD.device)
+    beyond_BD = place_D > verdict.accepted_B.unsqueeze(1)
+    return torch.cat([(path_BD | beyond_BD).all(dim=1), first_E])
 
 
 def _flat_rows(row_BD: Tensor, rows: int) -> Tensor:

@@ -52,7 +52,8 @@ def verify_sampled(
         [draft_p_BKV, torch.zeros_like(target_p_BRV[:, :1])], dim=1
     )  # nothing was drafted for the bonus
     q_BV = q_BRV.gather(1, row.expand(-1, 1, q_BRV.shape[-1])).squeeze(1)
-    return accepted_B, draw((p_BV - q_BV).clamp(min=0), random)
+    # a q that is no distribution accepts nothing and leaves out nothing
+    return accepted_B, draw((p_BV - q_BV.nan_to_num(0)).clamp(min=0), random)
 
 
 def verify_tree(
@@ -85,8 +86,8 @@ def verify_typical(
 
 
 def expected_acceptance(p_BKV: Tensor, q_BKV: Tensor) -> Tensor:
-    """alpha of each draft position [B, K]: sum_x min(p, q) = 1 - TV(p, q)."""
-    return torch.minimum(p_BKV, q_BKV).sum(-1)
+    """alpha of each draft position [B, K]: sum_x min(p, q) = 1 - TV(p, q); 0 where q is not a number."""
+    return torch.minimum(p_BKV, q_BKV).sum(-1).nan_to_num(0)
 
 
 def leading(flag_BK: Tensor) -> Tensor:
