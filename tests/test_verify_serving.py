@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from mtp_train.attention.packed import PackedContext
+from mtp_train.engine.sequences import Completion, DraftStep
+from mtp_train.export.formats import LAYOUTS
+from mtp_train.heads.mtp import MtpConfig, build
+from mtp_train.models.target import Target
 
 TOOLS = Path(__file__).parents[1] / "tools"
 sys.path.insert(0, str(TOOLS))
 import serving_figures as figures  # noqa: E402
+import verify_serving  # noqa: E402
 
 KNOWN = next(iter(figures.SAMPLING_FAULTS))
 
@@ -111,3 +120,82 @@ def test_the_table_replaces_what_stood_between_its_marks() -> None:
 def test_the_docs_have_the_tables_place() -> None:
     page = (TOOLS.parent / "docs" / "serving.md").read_text(encoding="utf-8")
     assert figures.with_block(page, "new") != page
+
+
+def test_our_steps_are_counted_as_vllm_counts_drafts() -> None:
+    steps = (DraftStep((5, 6, 7), 3), DraftStep((5, 6, 7), 1), DraftStep((5,), 0), DraftStep((), 0))
+    done = [Completion("a", (1,), (2, 3), "length", steps)]
+    assert verify_serving.counted(done, 3) == figures.Counters(3, (2, 1, 1))
+
+
+RUN: dict[str, Any] = {
+    "outputs": [{"prompt_ids": [1, 2], "output_ids": [3]}],
+    "counters": {"num_drafts": 4, "num_accepted_tokens_per_pos": [3, 1]},
+}
+
+
+def test_a_result_holds_several_runs_and_an_older_one_is_a_run() -> None:
+    about = {"vllm_version": "0.32.0", "start_up_s": 30.0}
+    old = verify_serving.vllm_runs(about | RUN)
+    assert len(old) == 1 and old[0].counters == figures.Counters(4, (3, 1))
+    assert old[0].texts == verify_serving.Texts([(1, 2)], [(3,)])
+    assert verify_serving.vllm_runs(about | {"runs": [RUN, RUN]}) == old * 2
+
+
+def test_an_engines_last_error_is_what_the_table_says() -> None:
+    log = """INFO loading
+    NotImplementedError: no such method on CPU
+    raise RuntimeError("Engine core initialization failed. See root cause above.")
+    RuntimeError: Engine core initialization failed. See root cause above.
+    INFO bye"""
+    assert verify_serving.last_error(log) == "NotImplementedError: no such method on CPU"
+    assert verify_serving.last_error("") == "no output"
+
+
+def test_the_plug_in_is_found_as_if_it_were_installed(tmp_path: Path) -> None:
+    folder = verify_serving.entry_points(tmp_path / "plugin")
+    (found,) = distributions(path=[str(folder)])
+    points = {point.name: point.value for point in found.entry_points}
+    assert points == {"mtp_train": "mtp_train.serving_plugin:register"}
+
+
+def record(layout: str, **values: Any) -> dict[str, Any]:
+    return {"name": layout, "layout": layout, "k": 3, "version": "1", "failures": []} | values
+
+
+def test_the_table_tells_seen_from_refused_and_read() -> None:
+    records = [
+        record("eagle", vllm=of(10, 5, 1), ours=of(10, 5, 2)),
+        record("eagle3", vllm=of(10, 5, 1), ours=of(10, 1, 0), failures=["tau"]),
+        record("medusa", refused="NotImplementedError: medusa"),
+        {"name": "sampling", "likelihood": {}, "failures": []},
+    ]
+    rows = verify_serving.table_rows(records)
+    state = {row.layout: row.state for row in rows if row.engine.startswith("vLLM")}
+    assert state["eagle"].startswith("seen: counters equal ours")
+    assert state["eagle3"].startswith("seen: differs")
+    assert state["medusa"] == "not served: NotImplementedError: medusa"
+    assert state["speculators"] == "read"
+    assert {row.layout for row in rows} == {*LAYOUTS}
+
+
+def test_an_outputs_likelihood_is_the_targets_own(toy_target: Target) -> None:
+    prompt, output = (3, 4, 5), (6, 7)
+    text = torch.tensor(prompt + output)
+    state = toy_target.forward(text, torch.arange(5), PackedContext([0, 5]))
+    chances = toy_target.logits(state).float().log_softmax(-1)
+    wanted = float((chances[2, 6] + chances[3, 7]) / 2)
+    texts = verify_serving.Texts([prompt], [output])
+    assert verify_serving.Scorer(toy_target)(texts) == [pytest.approx(wanted, abs=1e-5)]
+
+
+def test_our_own_sampler_passes_and_a_greedy_one_does_not(toy_target: Target) -> None:
+    """The control: the verdict on real samples of the engine, of one distribution and of another."""
+    head = build(toy_target, MtpConfig())
+    prompts = [(seed % 50 + 1, seed % 7 + 2) for seed in range(24)]
+    ours = verify_serving.Ours(toy_target, frozenset(), 8, 40)
+    score = verify_serving.Scorer(toy_target)
+    plain, drafted = (score(ours.sample(head, prompts, k)) for k in (0, 2))
+    assert figures.likelihood(plain, drafted).verdict == "equal"
+    greedy = verify_serving.Texts(prompts, [done.tokens for done in ours.greedy(head, prompts, 2)])
+    assert figures.likelihood(plain, score(greedy)).verdict == "different"

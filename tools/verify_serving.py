@@ -128,7 +128,7 @@ def recorded(args: argparse.Namespace) -> dict[str, Any]:
     if args.head is None:
         raise UserError("--result needs the head that was served", "no --head", "name its folder")
     job = Job([f"recipe={args.recipe}"])
-    engine = Ours(job, args.batch, args.max_new_tokens)
+    engine = Ours(job.target(), job.stop, args.batch, args.max_new_tokens)
     layout, head = import_head(args.head, job.target())
     served = vllm_runs(read_json(args.result))[0]
     return compared("recorded", layout.name, engine, head, args.k, [served], free=True)
@@ -144,7 +144,7 @@ class Check:
         self.folder: Path = args.run / "serving"
         self.folder.mkdir(parents=True, exist_ok=True)
         self.vllm = Vllm(args, self.folder, self.job.target())
-        self.ours = Ours(self.job, args.batch, args.max_new_tokens)
+        self.ours = Ours(self.job.target(), self.job.stop, args.batch, args.max_new_tokens)
         self.heads: list[tuple[Any, DraftHead]] = []
 
     def run(self) -> list[dict[str, Any]]:
@@ -339,8 +339,10 @@ class Vllm:
 class Ours:
     """Our engine, on the same prompts and texts."""
 
-    def __init__(self, job: Job, batch: int, max_new_tokens: int) -> None:
-        self.target, self.stop, self.batch = job.target(), job.stop, batch
+    def __init__(
+        self, target: Target, stop: frozenset[int], batch: int, max_new_tokens: int
+    ) -> None:
+        self.target, self.stop, self.batch = target, stop, batch
         self.max_new_tokens = max_new_tokens
 
     def greedy(
