@@ -57,6 +57,14 @@ def test_a_written_or_moved_weight_is_packed_again() -> None:
 
 
 @KERNELS
+def test_a_layer_that_was_copied_in_inference_mode() -> None:
+    plain, rows = linear(), torch.randn(2, 96).bfloat16()
+    with torch.inference_mode():
+        layer = copy.deepcopy(PackedLinear.like(plain))
+        assert torch.equal(layer(rows), plain(rows)) and torch.equal(layer(rows), plain(rows))
+
+
+@KERNELS
 def test_gradients_go_through_the_plain_product() -> None:
     layer = PackedLinear.like(linear())
     rows = torch.randn(2, 96).bfloat16().requires_grad_()

@@ -159,4 +159,5 @@ def _has_kernels() -> bool:
 
 
 def _version(weight: Tensor) -> Version:
-    return weight.data_ptr(), weight._version
+    # Tensors that were made in inference mode count no versions; nothing trains them.
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
