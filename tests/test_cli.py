@@ -426,6 +426,22 @@ def test_a_stage_before_its_turn(
     assert f"stage {before} must be done first" in line
 
 
+def test_evaluate_without_prompts_says_where_they_could_come_from(
+    capsys: pytest.CaptureFixture[str], target_folder: Path, tmp_path: Path
+) -> None:
+    line = mistake(capsys, "evaluate", f"target.path={target_folder}", f"run={tmp_path}")
+    assert "run `mtp-train regenerate`" in line and "evaluate.sets.NAME=FILE" in line
+
+
+def test_libraries_that_tell_of_themselves_are_quiet() -> None:
+    """torchao, which transformers imports where it is installed, tells of kernels for other machines."""
+    script = "import mtp_train.cli.main, transformers.quantizers.auto"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=REPOSITORY, check=True
+    )
+    assert done.stderr == ""
+
+
 def test_precompute_without_text_says_where_it_could_come_from(
     capsys: pytest.CaptureFixture[str], target_folder: Path, tmp_path: Path
 ) -> None:
@@ -1129,7 +1145,8 @@ def test_what_import_refuses(
     export = pipeline / "run" / "export" / "mimo_mtp"
     run = f"run={tmp_path / 'run'}"
     assert "one head folder" in mistake(capsys, "import", target, run)
-    assert "nowhere" in mistake(capsys, "import", str(tmp_path / "nowhere"), target, run)
+    line = mistake(capsys, "import", str(tmp_path / "nowhere"), target, run)
+    assert "must be a local one that is there" in line and "nowhere" in line
     save_target(tmp_path / "other", seed=9)
     other = f"target.path={tmp_path / 'other'}"
     assert "target_hash" in mistake(capsys, "import", str(export), other, run)

@@ -153,6 +153,17 @@ def test_float32_is_left_alone() -> None:
 
 
 @KERNELS
+def test_a_weight_of_inference_mode_is_left_plain() -> None:
+    layer = PackedLinear.like(linear().float())
+    rows = torch.randn(2, 96).bfloat16()
+    with torch.inference_mode():
+        layer.bfloat16()
+        assert torch.equal(layer(rows), linear()(rows))
+        layer.weight.zero_()
+        assert not layer(rows).any(), "its versions are not counted"
+
+
+@KERNELS
 def test_a_served_head_says_the_plain_products_bits() -> None:
     target = Target.from_config(toy_config(**SIZES), dtype=torch.bfloat16)
     head = build(target, MtpConfig())

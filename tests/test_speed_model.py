@@ -6,8 +6,9 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 from head_variants import VARIANTS, make_variant
-from toys import make_target
+from toys import make_target, toy_config
 
 from mtp_train.core.errors import UserError
 from mtp_train.engine.schemes import SchemeConfig
@@ -26,6 +27,9 @@ from mtp_train.evaluate.stage import EvaluateConfig, PromptSet
 from mtp_train.heads.medusa import MedusaConfig
 from mtp_train.heads.medusa import build as build_medusa
 from mtp_train.heads.mtp import MtpConfig, build
+from mtp_train.models import packed
+from mtp_train.models.packed import PackedLinear
+from mtp_train.models.target import Target
 
 
 def made_up(batch: int, first: float, row: float, observe: float, draft: float) -> BatchCost:
@@ -120,6 +124,25 @@ def test_every_part_of_a_step_is_measured() -> None:
     assert told["cached"] == 20 and len(told["batches"][1]["verified_row"]) == DRAFTS
 
 
+def test_the_weights_of_a_measured_head_are_packed_as_a_served_ones_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = toy_config(hidden_size=128, intermediate_size=256)
+    target = Target.from_config(config, dtype=torch.bfloat16)
+    seen: list[PackedLinear] = []
+    forward = PackedLinear.forward
+
+    def watched(layer: PackedLinear, rows: torch.Tensor) -> torch.Tensor:
+        seen.append(layer)
+        return forward(layer, rows)
+
+    monkeypatch.setattr(PackedLinear, "forward", watched)
+    (cost,) = measure_costs(target, build(target, MtpConfig()), (2,), 5, 1)
+    assert cost.draft > 0
+    assert not any(layer.weight.is_inference() for layer in seen)
+    assert bool(seen) == packed._has_kernels()
+
+
 def test_costs_without_a_head_and_of_a_head_of_one_step() -> None:
     target = make_target()
     (plain,) = measure_costs(target, None, (2,), 5, 1)
@@ -165,6 +188,17 @@ def test_speed_and_model_are_measured_at_every_batch_there_are_prompts_for() -> 
         {},
         {},
     )
+
+
+@pytest.mark.parametrize("scheme", ["dynamic", "fixed", "ngram"])
+def test_another_scheme_than_a_chain_is_timed_at_its_size_alone(scheme: str) -> None:
+    target = make_target()
+    config = EvaluateConfig(
+        scheme=scheme, drafts=6, depth=2, top_k=3, max_new_tokens=6, speed_prompts=1
+    )
+    head = build(target, MtpConfig())
+    speed, model = measure_speeds(target, head, prompt_set(2), [0.5, 0.2], config)
+    assert list(speed["speculative"]) == ["6"] and not model
 
 
 def test_batched_and_single_runs_say_the_same_number_of_tokens() -> None:

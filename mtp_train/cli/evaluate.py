@@ -48,7 +48,9 @@ def stage(job: Job) -> None:
 def _before(job: Job, config: EvaluateConfig) -> list[str]:
     """Outputs of the stages before. With prompts of its own, a head that was trained elsewhere can be evaluated."""
     if not config.sets:
-        return [job.folder.require(name)["outputs"] for name in ("regenerate", "train")]
+        own = "name prompts: evaluate.sets.NAME=FILE"
+        answered = job.folder.require("regenerate", instead=own)["outputs"]
+        return [answered, job.folder.require("train")["outputs"]]
     answered = job.folder.require("regenerate")["outputs"] if set_names(job) else ""
     return [answered, read_card(job.folder.head).sha256]
 

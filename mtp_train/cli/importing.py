@@ -23,13 +23,17 @@ from mtp_train.train.loop import CURVES
 def run(arguments: list[str]) -> None:
     """`mtp-train import FOLDER target.path=... run=...`."""
     folders = [item for item in arguments if "=" not in item]
-    if len(folders) != 1 or not Path(folders[0]).is_dir():
+    if len(folders) != 1:
         raise UserError(
             "import takes one head folder, then key=value",
             " ".join(folders) or "none",
             "mtp-train import FOLDER target.path=TARGET run=RUN",
         )
     folder = Path(folders[0])
+    if not folder.is_dir():
+        raise UserError(
+            "a head's folder must be a local one that is there", folder, "correct the path"
+        )
     family = layout_in(folder).family
     job = Job([f"head={family}", *(item for item in arguments if "=" in item)])
     run_stage(

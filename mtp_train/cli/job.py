@@ -171,7 +171,6 @@ class Job:
         transformers_logging.disable_progress_bar()
         transformers_logging.set_verbosity_error()
         logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # tells of ends only
-        logging.getLogger("torchao").setLevel(logging.ERROR)  # tells of kernels for other machines
         if self.run.threads:
             torch.set_num_threads(self.run.threads)
 

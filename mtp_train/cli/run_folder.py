@@ -65,14 +65,19 @@ class RunFolder:
         """Whether the stage has left its stamp."""
         return (self.stage(stage) / STAMP).is_file()
 
-    def require(self, stage: str) -> dict[str, Any]:
-        """The stamp of a stage that must be done by now."""
+    def require(self, stage: str, instead: str = "") -> dict[str, Any]:
+        """The stamp of a stage that must be done by now.
+
+        Args:
+            instead: what else the user can do, for the message.
+        """
         path = self.stage(stage) / STAMP
         if not path.is_file():
             raise UserError(
                 f"stage {stage} must be done first",
                 self.root,
-                f"run `mtp-train {stage}` with the same run folder",
+                f"run `mtp-train {stage}` with the same run folder"
+                + (instead and f", or {instead}"),
             )
         return dict(read_json(path))
 

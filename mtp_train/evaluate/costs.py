@@ -87,7 +87,10 @@ def measure_costs(
             f"cached {cached}, repeats {repeats}, batches {list(batches)}",
             "raise them",
         )
-    served = None if head is None else copy.deepcopy(head).serving(target)
+    with torch.inference_mode(
+        False
+    ):  # as the engine serves it: weights that are cast here are not packed
+        served = None if head is None else copy.deepcopy(head).serving(target)
     work = _Work(target, served, max(batches), cached)
     parts = {part: run for batch in batches for part, run in work.parts(batch).items()}
     seconds = _in_turns(parts, repeats, random.Random(seed), target.device, notice)

@@ -137,9 +137,8 @@ def measure_speeds(
     """
     if not (config.speed_prompts and prompts.requests):
         return {}, {}
-    schemes = {k: config.drafted(k) for k in range(1, config.drafts + 1)}
-    if config.scheme != "chain":
-        schemes = {config.drafts: config.drafted(config.drafts)}
+    ks = range(1, config.drafts + 1) if config.scheme == "chain" else [config.drafts]
+    schemes = {k: config.drafted(k) for k in ks}
     counts = {
         batch: whole_batches(len(prompts.requests), batch, config.speed_prompts)
         for batch in sorted({1, *config.speed_batches})

@@ -142,6 +142,7 @@ def packable(linear: nn.Linear) -> bool:
         weight.dtype == torch.bfloat16
         and weight.device.type == "cpu"
         and type(weight) is nn.Parameter  # no shard of a tensor-parallel one
+        and not weight.is_inference()  # nobody counts how often it is written
         and weight.numel() >= SMALLEST
         and _has_kernels()
     )
@@ -159,5 +160,5 @@ def _has_kernels() -> bool:
 
 
 def _version(weight: Tensor) -> Version:
-    # Tensors that were made in inference mode count no versions; nothing trains them.
-    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+    """Of a weight that is not packed, since nobody counts its versions, always the same."""
+    return weight.data_ptr(), -1 if weight.is_inference() else weight._version
