@@ -85,6 +85,43 @@ def test_a_head_drafts_from_shared_pages_what_it_drafts_from_its_own(toy_target:
     assert drafts(True) == drafts(False)
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_drafts_do_not_depend_on_chunks_or_shared_pages(scheme: str) -> None:
+    """A head's cached row that is missing or another text's changes no output; its drafts it does."""
+    target, prompt = make_lively_target(), tuple(range(1, 34))
+    beginnings = [(*prompt[:16], 50, 51, 52), prompt, (*prompt[:20], 7, 8)]
+    asked = [Request(str(at), begin, 12) for at, begin in enumerate(beginnings)]
+
+    def drafts(**changes: Any) -> tuple[list[Any], list[float]]:
+        config = replace(SMALL, max_batch=1, alphas=True, **changes)
+        engine = Engine(target, SCHEMES[scheme](target), config)
+        steps = [step for c in engine.generate(asked) for step in c.steps]
+        measured = [alpha for step in steps for alpha in step.alphas]
+        return [(step.drafted, step.accepted) for step in steps], measured
+
+    want = drafts(share_prefixes=False)
+    for changes in ({}, {"prefill_rows": 5}):
+        found = drafts(**changes)
+        assert found[0] == want[0]
+        assert found[1] == pytest.approx(want[1], abs=1e-4)
+
+
+def test_later_modules_read_no_row_twice_once_its_tokens_are_known(
+    toy_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, propose = [], ChainProposer.propose
+
+    def watched(self: ChainProposer, step: Any) -> Any:
+        read.append(max(len(rows.token_W) for rows in step.carry.waiting))
+        return propose(self, step)
+
+    monkeypatch.setattr(ChainProposer, "propose", watched)
+    engine = Engine(toy_target, SCHEMES["mtp-modules"](toy_target), SMALL)
+    engine.generate(requests(1))
+    assert len(read) > 10
+    assert max(read[1:]) <= 2 + 4, "two that wait, and what one step verifies"
+
+
 def test_pages_are_found_by_all_that_they_depend_on() -> None:
     pages = PageAllocator(4, 2, reach=1)
     table = pages.allocate(6)
