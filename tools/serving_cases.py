@@ -71,7 +71,7 @@ CASES = (
     Case(
         "plugin",
         "mtp_train_vllm",
-        MtpConfig(modules=2, enorm=False, input_norm=False),
+        MtpConfig(modules=2, hnorm=False),
         "mtp",
         (3, 1),
         quick=True,
@@ -80,7 +80,7 @@ CASES = (
     Case("speculators", "speculators", EAGLE3, "speculators"),
     Case("stitched", "stitched", MtpConfig(), "mtp", beside=False, may_refuse=True),
     Case("medusa", "medusa", MedusaConfig(own_lm_heads=False), "medusa", may_refuse=True),
-    Case("draft_model", "draft_model", None, "draft_model", may_refuse=True),
+    Case("draft_model", "draft_model", None, "draft_model"),
 )
 
 
