@@ -24,7 +24,7 @@ from mtp_train.heads.eagle3 import Eagle3Config
 from mtp_train.heads.families import build_head
 from mtp_train.heads.medusa import MedusaConfig
 from mtp_train.heads.mtp import MtpConfig
-from mtp_train.models.target import Target
+from mtp_train.models.target import POST_NORM, Target
 from mtp_train.precompute.sources import EngineStates
 from mtp_train.precompute.stage import PrecomputeConfig, precompute
 from mtp_train.store.shards import FeatureStore
@@ -104,7 +104,7 @@ def small_head(target: Target, config: Any, known: Answer, others: Sequence[Answ
     )
     with tempfile.TemporaryDirectory() as scratch:
         features, accounting = Path(scratch) / "features", Accounting(used=len(sequences)).as_dict()
-        source = EngineStates(target, head.states)
+        source = EngineStates(target, tuple(dict.fromkeys((POST_NORM, *head.states))))
         precompute(source, sequences, PrecomputeConfig(), features, accounting, Ranks())
         store = FeatureStore(features)
         train(target, head, store, store, settings, accelerator, Path(scratch) / "train")
