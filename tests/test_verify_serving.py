@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from toys import make_lively_target
 
 from mtp_train.attention.packed import PackedContext
+from mtp_train.engine.sampling import Sampling
 from mtp_train.engine.sequences import Completion, DraftStep
 from mtp_train.export.formats import LAYOUTS
 from mtp_train.heads.mtp import MtpConfig, build
@@ -57,48 +59,61 @@ def test_counters_that_differ_by_more_than_rounding_fail(ours: Any, failures: in
     assert len(figures.gaps(of(1000, 500, 200), ours)) == failures
 
 
-def spread(middle: float, width: float = 0.2, count: int = 16) -> list[float]:
-    """Made-up mean log-likelihoods per prompt."""
-    return [middle + width * ((7 * index) % count / (count - 1) - 0.5) for index in range(count)]
+def made_up(excess: float, prompts: int = 16, tokens: int = 64) -> list[figures.Score]:
+    """Scores of outputs of very different likelihoods, whose excess per token is about `excess`."""
+    return [
+        figures.Score(
+            tokens,
+            tokens * (-0.5 - 0.3 * index + excess) + (-1) ** index * 10,
+            tokens * (-0.5 - 0.3 * index),
+            2.5 * tokens,
+        )
+        for index in range(prompts)
+    ]
 
 
-def test_the_same_distribution_is_equal_and_noise_is_different() -> None:
-    plain = spread(-1.5)
-    again = [value + 0.05 * (-1) ** index for index, value in enumerate(spread(-1.52))]
-    assert figures.likelihood(plain, again).verdict == "equal"
-    noise = figures.likelihood(plain, spread(-4.1, 0.8))
-    assert noise.verdict == "different"
-    assert noise.difference == pytest.approx(-2.6, abs=1e-6)
+def test_the_same_distribution_is_equal_and_another_is_different() -> None:
+    found = figures.sampled(made_up(0.0))
+    assert found.tokens == 1024 and found.verdict == "equal"
+    assert found.error == pytest.approx((2.5 / 1024) ** 0.5)
+    assert found.likelihood == pytest.approx(-0.5 - 0.3 * 7.5)
+    assert figures.sampled(made_up(0.08)).verdict == "equal"  # what rounding may do
+    noise = figures.sampled(made_up(-2.6))
+    assert noise.excess == pytest.approx(-2.6) and noise.verdict == "different"
+    assert figures.sampled(made_up(-0.3)).verdict == "different"
     # Too likely a text is no sample either: greedy text at temperature 1.
-    assert figures.likelihood(plain, spread(-0.6)).verdict == "different"
+    assert figures.sampled(made_up(0.9)).verdict == "different"
 
 
-def test_few_and_scattered_prompts_decide_nothing() -> None:
-    found = figures.likelihood([-1.0, -2.0, -1.5], [-2.5, -1.0, -1.5])
-    assert found.verdict == "undecided"
-    assert "too few" in figures.sampling_failures("engine", "1", found)[0]
+def test_few_tokens_decide_nothing() -> None:
+    few = figures.sampled(made_up(-0.3, prompts=2, tokens=10))
+    assert few.verdict == "undecided"
+    failures = figures.sampling_failures("engine", "1", figures.sampled(made_up(0.0)), few)
+    assert len(failures) == 1 and "too few" in failures[0] and "with speculation" in failures[0]
 
 
 @pytest.mark.parametrize(
-    ("engine", "middle", "said"),
+    ("engine", "plain", "drafted", "said"),
     [
-        (("mtp_train", "0"), -1.5, ""),
-        (("mtp_train", "0"), -4.1, "not the target's distribution"),
-        (KNOWN, -4.1, ""),
-        (KNOWN, -1.5, "was not found"),  # a check that passes it is wrong
-        ((KNOWN[0], "99.0"), -4.1, "not the target's distribution"),
-        ((KNOWN[0], "99.0"), -1.5, ""),
+        (("mtp_train", "0"), 0.0, 0.0, ""),
+        (("mtp_train", "0"), 0.0, -2.6, "not the target's distribution"),
+        (("mtp_train", "0"), -2.6, 0.0, "not the target's distribution"),
+        (KNOWN, 0.0, -2.6, ""),
+        (KNOWN, 0.0, 0.0, "was not found"),  # a check that passes it is wrong
+        (KNOWN, -2.6, -2.6, "without speculation"),  # the known fault is speculation's alone
+        ((KNOWN[0], "99.0"), 0.0, -2.6, "not the target's distribution"),
+        ((KNOWN[0], "99.0"), 0.0, 0.0, ""),
     ],
 )
 def test_a_wrong_sampler_fails_unless_it_is_known_and_a_known_one_must_be_found(
-    engine: tuple[str, str], middle: float, said: str
+    engine: tuple[str, str], plain: float, drafted: float, said: str
 ) -> None:
-    found = figures.likelihood(spread(-1.5), spread(middle, 0.3))
-    failures = figures.sampling_failures(*engine, found)
-    assert bool(failures) == bool(said)
+    both = figures.sampled(made_up(plain)), figures.sampled(made_up(drafted))
+    failures = figures.sampling_failures(*engine, *both)
+    assert len(failures) == bool(said)
     assert all(said in failure for failure in failures)
-    line = figures.sampling_finding(*engine, found)
-    assert ("NOT THE TARGET'S" in line) == (middle < -4)
+    lines = figures.sampling_finding(*engine, *both).splitlines()
+    assert ["NOT THE TARGET'S" in line for line in lines[1:]] == [plain < -1, drafted < -1]
 
 
 def test_the_table_replaces_what_stood_between_its_marks() -> None:
@@ -168,7 +183,7 @@ def test_the_table_tells_seen_from_refused_and_read() -> None:
         record("eagle", vllm=of(10, 5, 1), ours=of(10, 5, 2)),
         record("eagle3", vllm=of(10, 5, 1), ours=of(10, 1, 0), failures=["tau"]),
         record("medusa", refused="NotImplementedError: medusa"),
-        {"name": "sampling", "likelihood": {}, "failures": []},
+        {"name": "sampling", "plain": {}, "failures": []},
     ]
     rows = verify_serving.table_rows(records)
     state = {row.layout: row.state for row in rows if row.engine.startswith("vLLM")}
@@ -179,23 +194,30 @@ def test_the_table_tells_seen_from_refused_and_read() -> None:
     assert {row.layout for row in rows} == {*LAYOUTS}
 
 
-def test_an_outputs_likelihood_is_the_targets_own(toy_target: Target) -> None:
+def test_an_outputs_likelihood_and_its_expectation_are_the_targets_own(toy_target: Target) -> None:
     prompt, output = (3, 4, 5), (6, 7)
     text = torch.tensor(prompt + output)
     state = toy_target.forward(text, torch.arange(5), PackedContext([0, 5]))
-    chances = toy_target.logits(state).float().log_softmax(-1)
-    wanted = float((chances[2, 6] + chances[3, 7]) / 2)
-    texts = verify_serving.Texts([prompt], [output])
-    assert verify_serving.Scorer(toy_target)(texts) == [pytest.approx(wanted, abs=1e-5)]
+    log = toy_target.logits(state).double().log_softmax(-1)[2:4]
+    mean = (log.exp() * log).sum(-1)
+    spread = (log.exp() * (log - mean.unsqueeze(1)).square()).sum(-1)
+    (found,) = verify_serving.Scorer(toy_target)(verify_serving.Texts([prompt], [output]))
+    assert found.tokens == 2
+    assert found.likelihood == pytest.approx(float(log[0, 6] + log[1, 7]), abs=1e-4)
+    assert found.expected == pytest.approx(float(mean.sum()), abs=1e-4)
+    assert found.variance == pytest.approx(float(spread.sum()), abs=1e-3)
 
 
-def test_our_own_sampler_passes_and_a_greedy_one_does_not(toy_target: Target) -> None:
-    """The control: the verdict on real samples of the engine, of one distribution and of another."""
-    head = build(toy_target, MtpConfig())
+def test_our_own_sampler_passes_and_others_do_not(toy_target: Target) -> None:
+    """The control: the verdict on real outputs of the engine, sampled as it should be and otherwise."""
+    lively = make_lively_target()
+    head = build(lively, MtpConfig())
     prompts = [(seed % 50 + 1, seed % 7 + 2) for seed in range(24)]
-    ours = verify_serving.Ours(toy_target, frozenset(), 8, 40)
-    score = verify_serving.Scorer(toy_target)
-    plain, drafted = (score(ours.sample(head, prompts, k)) for k in (0, 2))
-    assert figures.likelihood(plain, drafted).verdict == "equal"
-    greedy = verify_serving.Texts(prompts, [done.tokens for done in ours.greedy(head, prompts, 2)])
-    assert figures.likelihood(plain, score(greedy)).verdict == "different"
+    ours = verify_serving.Ours(lively, frozenset(), 8, 60)
+    score = verify_serving.Scorer(lively)
+    for drafts in (0, 2):
+        assert figures.sampled(score(ours.sample(head, prompts, drafts))).verdict == "equal"
+    for temperature in (0.0, 0.5, 2.0):
+        done = ours.run(head, ours.requests(prompts), 2, Sampling(temperature=temperature, seed=1))
+        other = verify_serving.Texts(prompts, [completion.tokens for completion in done])
+        assert figures.sampled(score(other)).verdict == "different"

@@ -24,7 +24,7 @@ from mtp_train.heads.eagle3 import Eagle3Config
 from mtp_train.heads.families import build_head
 from mtp_train.heads.medusa import MedusaConfig
 from mtp_train.heads.mtp import MtpConfig
-from mtp_train.models.target import Target
+from mtp_train.models.target import POST_NORM, Target
 from mtp_train.precompute.sources import EngineStates
 from mtp_train.precompute.stage import PrecomputeConfig, precompute
 from mtp_train.store.shards import FeatureStore
@@ -71,7 +71,7 @@ CASES = (
     Case(
         "plugin",
         "mtp_train_vllm",
-        MtpConfig(modules=2, enorm=False, input_norm=False),
+        MtpConfig(modules=2, hnorm=False),
         "mtp",
         (3, 1),
         quick=True,
@@ -80,7 +80,7 @@ CASES = (
     Case("speculators", "speculators", EAGLE3, "speculators"),
     Case("stitched", "stitched", MtpConfig(), "mtp", beside=False, may_refuse=True),
     Case("medusa", "medusa", MedusaConfig(own_lm_heads=False), "medusa", may_refuse=True),
-    Case("draft_model", "draft_model", None, "draft_model", may_refuse=True),
+    Case("draft_model", "draft_model", None, "draft_model"),
 )
 
 
@@ -104,7 +104,7 @@ def small_head(target: Target, config: Any, known: Answer, others: Sequence[Answ
     )
     with tempfile.TemporaryDirectory() as scratch:
         features, accounting = Path(scratch) / "features", Accounting(used=len(sequences)).as_dict()
-        source = EngineStates(target, head.states)
+        source = EngineStates(target, tuple(dict.fromkeys((POST_NORM, *head.states))))
         precompute(source, sequences, PrecomputeConfig(), features, accounting, Ranks())
         store = FeatureStore(features)
         train(target, head, store, store, settings, accelerator, Path(scratch) / "train")

@@ -6,15 +6,16 @@ Pure functions over counters and log-likelihoods. Knows no engine, no head and n
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 TAU_TOLERANCE = 0.05
 POSITION_TOLERANCE = 0.03
-LIKELIHOOD_TOLERANCE = 0.25  # nats per token; a wrong sampler is off by more
-LIKELIHOOD_ERRORS = 4.0  # standard errors that a difference must exceed to be one
+EXCESS_TOLERANCE = (
+    0.1  # nats per token; bfloat16 against float32 is off by less, a wrong sampler by more
+)
+EXCESS_ERRORS = 4.0  # standard errors that an excess must exceed to be one
 TABLE_BEGIN = "<!-- written by tools/verify_serving.py: begin -->"
 TABLE_END = "<!-- written by tools/verify_serving.py: end -->"
 # Engines whose sampled speculative output is known not to be the target's. One that is here and passes is a failure
@@ -50,29 +51,45 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class Likelihood:
-    """Sampled outputs with speculation beside those without, under the target.
+class Score:
+    """An output under the target, sums over its tokens.
 
     Attributes:
-        plain, drafted: mean log-likelihood per token, over prompts.
-        difference: drafted - plain, paired by prompt.
-        error: its standard error.
+        likelihood: log p(x), of what was said.
+        expected: sum over all tokens of p log p, its mean under the target given the text so far.
+        variance: of log p(x) under the target given the text so far.
     """
 
-    prompts: int
-    plain: float
-    drafted: float
-    difference: float
+    tokens: int
+    likelihood: float
+    expected: float
+    variance: float
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """An engine's sampled outputs under the target.
+
+    The likelihood itself wanders with the text. Its excess over what is expected at each token does not: for a sampler
+    that is the target's these are differences of a martingale, of mean 0 and known variance.
+
+    Attributes:
+        likelihood: mean log-likelihood per token.
+        excess: mean of log p(x) - expected per token.
+        error: the excess's standard error for the target's own sampler.
+    """
+
+    tokens: int
+    likelihood: float
+    excess: float
     error: float
 
     @property
     def verdict(self) -> str:
-        """`equal`, `different`, or `undecided` where so few prompts could hide a wrong sampler."""
-        if abs(self.difference) > max(LIKELIHOOD_TOLERANCE, LIKELIHOOD_ERRORS * self.error):
+        """`equal`, `different`, or `undecided` where so few tokens could hide a wrong sampler."""
+        if abs(self.excess) > max(EXCESS_TOLERANCE, EXCESS_ERRORS * self.error):
             return "different"
-        if LIKELIHOOD_ERRORS * self.error > 4 * LIKELIHOOD_TOLERANCE:
-            return "undecided"
-        return "equal"
+        return "equal" if EXCESS_ERRORS * self.error <= 5 * EXCESS_TOLERANCE else "undecided"
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"verdict": self.verdict}
@@ -108,46 +125,51 @@ def gaps(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def likelihood(plain: Sequence[float], drafted: Sequence[float]) -> Likelihood:
-    """Compare mean log-likelihoods per token of the same prompts' outputs. At least two prompts."""
-    differences = [b - a for a, b in zip(plain, drafted, strict=True)]
-    return Likelihood(
-        len(differences),
-        statistics.fmean(plain),
-        statistics.fmean(drafted),
-        statistics.fmean(differences),
-        statistics.stdev(differences) / math.sqrt(len(differences)),
-    )
+def sampled(scores: Sequence[Score]) -> Sampled:
+    """All outputs of one run together."""
+    tokens = sum(score.tokens for score in scores)
+    total = sum(score.likelihood for score in scores)
+    excess = total - sum(score.expected for score in scores)
+    error = math.sqrt(sum(score.variance for score in scores))
+    return Sampled(tokens, total / tokens, excess / tokens, error / tokens)
 
 
-def sampling_failures(engine: str, version: str, found: Likelihood) -> list[str]:
-    """What is wrong with an engine's sampled output, or with a check that finds nothing where a fault is known."""
+def sampling_failures(engine: str, version: str, plain: Sampled, drafted: Sampled) -> list[str]:
+    """What is wrong with an engine's sampled output, or with a check that finds nothing where a fault is known.
+
+    plain, drafted: without and with speculation.
+    """
     known = SAMPLING_FAULTS.get((engine, version))
-    said = (
-        f"{engine} {version}: its sampled output has {found.drafted:.2f} nats per token with speculation, "
-        f"{found.plain:.2f} without ({found.difference:+.2f}, standard error {found.error:.2f})"
-    )
-    if known and found.verdict != "different":
-        return [f"{said}: the known fault ({known}) was not found"]
-    if known or found.verdict == "equal":
-        return []
-    if found.verdict == "undecided":
-        return [f"{said}: too few prompts to tell"]
-    return [f"{said}: that is not the target's distribution"]
+    failures = []
+    for name, found, fault in (("without", plain, None), ("with", drafted, known)):
+        said = (
+            f"{engine} {version}, {name} speculation: log-likelihood {found.excess:+.2f} nats per token over what the "
+            f"target's own samples have (standard error {found.error:.2f})"
+        )
+        if fault and found.verdict != "different":
+            failures.append(f"{said}: the known fault ({fault}) was not found")
+        elif not fault and found.verdict == "different":
+            failures.append(f"{said}: that is not the target's distribution")
+        elif not fault and found.verdict == "undecided":
+            failures.append(f"{said}: too few tokens to tell")
+    return failures
 
 
-def sampling_finding(engine: str, version: str, found: Likelihood) -> str:
-    """One line for the reader."""
+def sampling_finding(engine: str, version: str, plain: Sampled, drafted: Sampled) -> str:
+    """Lines for the reader."""
     words = {
-        "equal": "sampling is the target's as far as this tells",
-        "different": "SAMPLING IS NOT THE TARGET'S",
-        "undecided": "undecided, too few prompts",
+        "equal": "the target's distribution, as far as this tells",
+        "different": "NOT THE TARGET'S DISTRIBUTION",
+        "undecided": "undecided, too few tokens",
     }
     known = " (known)" if (engine, version) in SAMPLING_FAULTS else ""
-    return (
-        f"{engine} {version}, temperature 1, {found.prompts} prompts: mean log-likelihood {found.plain:.2f} without "
-        f"and {found.drafted:.2f} with speculation: {words[found.verdict]}{known}"
-    )
+    lines = [f"{engine} {version}, temperature 1, log-likelihood per token under the target"]
+    for name, found, mark in (("without", plain, ""), ("with", drafted, known)):
+        lines.append(
+            f"  {name + ' speculation':20s} {found.likelihood:.2f}, {found.excess:+.3f} over expectation "
+            f"(standard error {found.error:.3f}, {found.tokens} tokens): {words[found.verdict]}{mark}"
+        )
+    return "\n".join(lines)
 
 
 def table(rows: Iterable[Row]) -> str:

@@ -6,8 +6,8 @@
 2. Small heads in every layout that vLLM's CPU build may serve, each trained here to know one answer and to have seen a
    few: counters as above, and nearly everything accepted on the known one, in both engines. A chain that is fed the
    wrong state, position or token anywhere accepts far less.
-3. Sampling at temperature 1: the mean log-likelihood, under the float32 target, of what an engine says with and without
-   speculation. Ours must pass; vLLM's known faults must be found.
+3. Sampling at temperature 1: the log-likelihood, under the float32 target, of what an engine says with and without
+   speculation, against what the target's own samples have. Ours must pass; vLLM's known faults must be found.
 
     python tools/verify_serving.py --run runs/smollm2_mtp_cpu --table docs/serving.md
 """
@@ -29,10 +29,11 @@ import torch
 from serving_cases import CASES, Case, small_head
 from serving_figures import (
     Counters,
-    Likelihood,
     Row,
+    Sampled,
+    Score,
     gaps,
-    likelihood,
+    sampled,
     sampling_failures,
     sampling_finding,
     table,
@@ -180,14 +181,15 @@ class Check:
                 compared("the run's head", "mimo_mtp", self.ours, head, 1, [one], free=True)
             )
         score = Scorer(self.job.target("float32"))
-        theirs = likelihood(score(plain.texts), score(drafted.texts))
-        ours = likelihood(
-            *(score(self.ours.sample(head, self.sampled(prompts), drafts)) for drafts in (0, k))
-        )
+        theirs = [sampled(score(run.texts)) for run in (plain, drafted)]
+        ours = [
+            sampled(score(self.ours.sample(head, self.sampled(prompts), drafts)))
+            for drafts in (0, k)
+        ]
         return [
             *records,
-            sampling_record(VLLM, plain.version, theirs),
-            sampling_record(OURS, __version__, ours),
+            sampling_record(VLLM, plain.version, *theirs),
+            sampling_record(OURS, __version__, *ours),
         ]
 
     def answers(self, plain: Texts) -> tuple[Answer, list[Answer]]:
@@ -382,22 +384,25 @@ class Ours:
 
 
 class Scorer:
-    """Mean log-likelihood per token of each prompt's output, by a plain forward of the float32 target."""
+    """Each output's log-likelihood and what is expected of it, by a plain forward of the float32 target."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
 
     @torch.inference_mode()
-    def __call__(self, texts: Texts) -> list[float]:
+    def __call__(self, texts: Texts) -> list[Score]:
         return [self.one(*pair) for pair in zip(texts.prompts, texts.outputs, strict=True)]
 
-    def one(self, prompt: tuple[int, ...], output: tuple[int, ...]) -> float:
+    def one(self, prompt: tuple[int, ...], output: tuple[int, ...]) -> Score:
         token_T = torch.tensor(prompt + output, device=self.target.device)
         position_T = torch.arange(len(token_T), device=self.target.device)
         state_TD = self.target.forward(token_T, position_T, PackedContext([0, len(token_T)]))
-        logits_LV = self.target.logits(state_TD[len(prompt) - 1 : -1]).float()
-        chosen_L = logits_LV.log_softmax(-1).gather(1, token_T[len(prompt) :].unsqueeze(1))
-        return float(chosen_L.mean())
+        log_LV = self.target.logits(state_TD[len(prompt) - 1 : -1]).float().log_softmax(-1)
+        said_L = log_LV.gather(1, token_T[len(prompt) :].unsqueeze(1))
+        p_LV = log_LV.exp()
+        mean_L = (p_LV * log_LV).sum(-1)
+        variance_L = (p_LV * log_LV.square()).sum(-1) - mean_L.square()
+        return Score(len(output), float(said_L.sum()), float(mean_L.sum()), float(variance_L.sum()))
 
 
 def compared(
@@ -455,14 +460,15 @@ def refused(name: str, case: Case, k: int, message: str) -> dict[str, Any]:
     }
 
 
-def sampling_record(engine: str, version: str, found: Likelihood) -> dict[str, Any]:
-    print(f"\n{sampling_finding(engine, version, found)}")
+def sampling_record(engine: str, version: str, plain: Sampled, drafted: Sampled) -> dict[str, Any]:
+    print(f"\n{sampling_finding(engine, version, plain, drafted)}")
     return {
         "name": f"sampling, {engine}",
         "engine": engine,
         "version": version,
-        "likelihood": found.as_dict(),
-        "failures": sampling_failures(engine, version, found),
+        "plain": plain.as_dict(),
+        "drafted": drafted.as_dict(),
+        "failures": sampling_failures(engine, version, plain, drafted),
     }
 
 
