@@ -16,6 +16,7 @@ import numpy as np
 
 from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import digest, read_json
+from mtp_train.engine.schemes import SchemeConfig
 from mtp_train.evaluate.acceptance import Table, weights
 from mtp_train.evaluate.grid import Cell
 from mtp_train.evaluate.runs import Run, read_run
@@ -89,7 +90,8 @@ class Evaluated:
         return float(self.evaluation["sets"][name][mode]["temperature"])
 
     def run(self, name: str, mode: str) -> Run:
-        cell = Cell(self.temperature(name, mode), self.evaluation["k"])
+        scheme = SchemeConfig(drafts=self.evaluation["k"])  # its kind is not in a file's name
+        cell = Cell(self.temperature(name, mode), scheme)
         path = self.folder / "completions" / f"{cell.file(name)}.jsonl"
         if not path.is_file():
             raise UserError(
