@@ -695,3 +695,26 @@ def test_an_export_of_ours_is_refused_by_another_target(tmp_path: Path) -> None:
     import_head(tmp_path / "out", own)
     with pytest.raises(UserError, match=rf"target_hash {other.hash}\); received {own.hash}"):
         import_head(tmp_path / "out", other)
+
+
+@pytest.mark.parametrize(
+    ("variant", "layout", "name", "value"),
+    [
+        ("mtp", "mimo_mtp", "num_hidden_layers", None),
+        ("mtp", "mimo_mtp", "architectures", []),
+        ("eagle", "eagle", "intermediate_size", -1),
+        ("eagle3", "eagle3", "hidden_size", -1),
+        ("eagle3", "eagle3", "eagle_aux_hidden_state_layer_ids", True),
+        ("eagle3", "speculators", "transformer_layer_config", 3),
+    ],
+)
+def test_a_config_that_holds_nonsense_is_a_users_error(
+    target: Target, tmp_path: Path, variant: str, layout: str, name: str, value: object
+) -> None:
+    folder = tmp_path / "out"
+    exported(target, variant, layout, folder)
+    (folder / RECORD).unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {name: value}))
+    with pytest.raises(UserError):
+        import_head(folder, target)
