@@ -22,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,26 +36,30 @@ def main() -> int:
     prompts = read_prompts(args.prompts or args.run / "regenerate" / "heldout.jsonl")
     result: dict[str, Any] = {"threads": args.threads, "max_new_tokens": args.max_new_tokens}
     result |= {"prompts": len(prompts), "rounds": args.rounds, "compiled": args.compiled}
-    with tempfile.TemporaryDirectory() as scratch:
-        spec = write_spec(args, prompts, Path(scratch))
-        ours = Side([sys.executable, str(SIDES / "engine_ours.py"), str(spec)])
-        if (python := args.serving / "bin" / "python").is_file():
-            theirs = Side([str(python), str(SIDES / "engine_vllm.py"), str(spec)])
-            result["plain"] = [
-                against(ours, theirs, batch, args.rounds) for batch in args.plain_batches
-            ]
-            result["vllm"] = theirs.end()
-        else:
-            print(f"bench: no vLLM in {args.serving} (tools/setup_serving.sh)", file=sys.stderr)
-        result["speculative"] = [
-            schemes(ours, args.schemes, batch, args.rounds) for batch in args.batches
-        ]
-        result |= ours.tell("costs") if args.cost_repeats else {}
-        result["ours"] = ours.end()
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    with tempfile.TemporaryDirectory() as scratch:
+        for part in measure(args, write_spec(args, prompts, Path(scratch))):
+            result |= part
+            args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(table(result))
     return 0
+
+
+def measure(args: argparse.Namespace, spec: Path) -> Iterator[dict[str, Any]]:
+    """The comparisons, one after the other."""
+    ours = Side([sys.executable, str(SIDES / "engine_ours.py"), str(spec)])
+    if (python := args.serving / "bin" / "python").is_file():
+        theirs = Side([str(python), str(SIDES / "engine_vllm.py"), str(spec)])
+        rows = [against(ours, theirs, batch, args.rounds) for batch in args.plain_batches]
+        yield {"plain": rows, "vllm": theirs.end()}
+    else:
+        print(f"bench: no vLLM in {args.serving} (tools/setup_serving.sh)", file=sys.stderr)
+    yield {
+        "speculative": [schemes(ours, args.schemes, batch, args.rounds) for batch in args.batches]
+    }
+    if args.cost_repeats:
+        yield {"costs": ours.tell("costs")["costs"]}
+    yield {"ours": ours.end()}
 
 
 def parse() -> argparse.Namespace:

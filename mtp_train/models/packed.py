@@ -66,12 +66,11 @@ class _Product:
         self.layers = layers
         self.versions = [_version(layer.weight) for layer in layers]
         self.packed: Tensor | None = None
-        self.bias = None
+        self.bias: Tensor | None = None
         if all(packable(layer) for layer in layers):
-            weights: list[Tensor] = [layer.weight for layer in layers]
-            whole = torch.cat(weights)
+            whole = torch.cat(tuple(layer.weight for layer in layers))
             self.packed = torch.ops.mkldnn._reorder_linear_weight(whole, ROWS)
-            biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+            biases = tuple(layer.bias for layer in layers if layer.bias is not None)
             self.bias = torch.cat(biases) if biases else None
 
     def stale(self) -> bool:
