@@ -718,3 +718,11 @@ def test_a_config_that_holds_nonsense_is_a_users_error(
     (folder / "config.json").write_text(json.dumps(config | {name: value}))
     with pytest.raises(UserError):
         import_head(folder, target)
+
+
+@pytest.mark.parametrize("text", ["[]", '{"a": 1}', "3"])
+def test_a_record_that_is_none_is_a_users_error(target: Target, tmp_path: Path, text: str) -> None:
+    exported(target, "mtp", "mimo_mtp", tmp_path / "out")
+    (tmp_path / "out" / RECORD).write_text(text)
+    with pytest.raises(UserError):
+        import_head(tmp_path / "out", target)

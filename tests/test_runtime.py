@@ -122,6 +122,13 @@ def test_later_modules_read_no_row_twice_once_its_tokens_are_known(
     assert max(read[1:]) <= 2 + 4, "two that wait, and what one step verifies"
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_who_reads_ahead_says_so(toy_target: Target, scheme: str) -> None:
+    """A page is named by all that its last row read, or not at all."""
+    proposer = SCHEMES[scheme](toy_target)
+    assert proposer.reach in (None, proposer.ahead if proposer.cache_layers else proposer.reach)
+
+
 def test_pages_are_found_by_all_that_they_depend_on() -> None:
     pages = PageAllocator(4, 2, reach=1)
     table = pages.allocate(6)

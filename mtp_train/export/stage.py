@@ -104,8 +104,8 @@ def import_head(folder: Path, target: Target) -> tuple[Layout, DraftHead]:
     Raises:
         UserError: an unknown layout, other tensors than the layout's, another target's sizes, or changed files.
     """
-    require_record(folder, target)
     try:
+        require_record(folder, target)
         layout = layout_in(folder)
         tensors, config = layout.load(folder)
         head = layout.read(layout.tidied(tensors, target), config, target)
@@ -115,7 +115,7 @@ def import_head(folder: Path, target: Target) -> tuple[Layout, DraftHead]:
         Exception
     ) as error:  # another trainer's file may say anything in place of a number or a table
         raise UserError(
-            f"a head folder's {CONFIG} and tensors must be those of its layout",
+            f"a head folder's {CONFIG}, {RECORD} and tensors must be those of its layout",
             f"{folder}: {type(error).__name__}: {error}",
             "compare them with what the trainer writes",
         ) from error
