@@ -80,7 +80,7 @@ CASES = (
     ),
     Case("speculators", "speculators", EAGLE3, "speculators"),
     Case("stitched", "stitched", MtpConfig(), "mtp", beside=False, may_refuse=True),
-    Case("medusa", "medusa", MedusaConfig(own_lm_heads=False), "medusa", may_refuse=True),
+    Case("medusa", "medusa", MedusaConfig(own_lm_heads=False), "medusa"),
     Case("draft_model", "draft_model", None, "draft_model"),
 )
 

@@ -89,7 +89,7 @@ class DraftModel(Layout):
         draft = {"method": "draft_model", "model": head, "num_speculative_tokens": drafts}
         how = f"```\nvllm serve {target} --speculative-config '{json.dumps(draft)}'\n```"
         return [
-            Serving("vLLM, method `draft_model`", "0.32.0", False, how),
+            Serving("vLLM, method `draft_model`", "0.32.0, CPU build", True, how),
             Serving(
                 "SGLang, algorithm `STANDALONE`",
                 "mid 2026",

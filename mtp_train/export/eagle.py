@@ -99,7 +99,10 @@ class Eagle(Layout):
     def serving(self, config: Any, target: str, head: str, drafts: int) -> list[Serving]:
         return [
             Serving(
-                "vLLM, method `eagle`", "0.32.0", False, llama.vllm("eagle", target, head, drafts)
+                "vLLM, method `eagle`",
+                "0.32.0, CPU build",
+                True,
+                llama.vllm("eagle", target, head, drafts),
             )
         ]
 

@@ -123,7 +123,7 @@ class Medusa(Layout):
     def serving(self, config: Any, target: str, head: str, drafts: int) -> list[Serving]:
         draft = json.dumps({"method": "medusa", "model": head, "num_speculative_tokens": drafts})
         how = f"```\nvllm serve {target} --speculative-config '{draft}'\n```"
-        return [Serving("vLLM, method `medusa`", "0.32.0", False, how)]
+        return [Serving("vLLM, method `medusa`", "0.32.0, CPU build", True, how)]
 
 
 def _settings(config: Mapping[str, Any], target: Target) -> MedusaConfig:
