@@ -148,7 +148,10 @@ class Eagle3(Layout):
             sglang = f"Its EAGLE-3 model leaves out {', '.join(flags)}, which this head needs."
         return [
             Serving(
-                "vLLM, method `eagle3`", "0.32.0", False, llama.vllm("eagle3", target, head, drafts)
+                "vLLM, method `eagle3`",
+                "0.32.0, CPU build",
+                True,
+                llama.vllm("eagle3", target, head, drafts),
             ),
             Serving("SGLang, algorithm `EAGLE3`", "mid 2026", False, sglang),
         ]

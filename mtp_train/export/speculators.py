@@ -92,7 +92,7 @@ It serves the target that `config.json` names as its verifier, with {DRAFTS} dra
 target, or another number of drafts:
 
 {llama.vllm("eagle3", target, head, drafts)}"""
-        return [Serving("vLLM", "0.32.0", False, how)]
+        return [Serving("vLLM", "0.32.0, CPU build", True, how)]
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
