@@ -116,12 +116,26 @@ def test_every_artifact_that_a_stage_reads_is_in_the_table(finished: Path) -> No
         "key_offsets.i64",
     }
     named = {Path(name).name for name, _, _ in FOUND_BY} | set(EXPORTED)
+    unread |= {path.name for path in (finished / "run" / "evaluate" / "completions").iterdir()}
     found = {
         path.name
         for path in (finished / "run").rglob("*")
         if path.is_file() and not path.name.startswith("shard-00000")
     }
     assert found - unread <= named, sorted(found - unread - named)
+
+
+@pytest.mark.parametrize("name", ["heldout.t0.k2.jsonl", "validation.jsonl"])
+def test_a_comparison_names_damaged_completions(
+    name: str, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(finished / "run", tmp_path / "copy"))
+    runs = [str(finished / "run"), str(folder)]
+    command = ["compare", *runs, "--out", str(tmp_path / "out")]
+    assert guarded(lambda: dispatch("report", command)) == 0
+    flip(folder / "evaluate" / "completions" / name)
+    assert guarded(lambda: dispatch("report", command)) == 2
+    assert name in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", EXPORTED)

@@ -42,6 +42,7 @@ def stage(job: Job) -> None:
         lambda: _work(job, config),
         job.process.ranks,
         files=[job.folder.evaluation],
+        kept="completions/*.jsonl",
     )
 
 

@@ -24,6 +24,9 @@ def tool(arguments: Sequence[str]) -> None:
     """Compare the evaluations of run folders."""
     asked = parse(arguments)
     out = asked.out or Path("runs") / "comparison"
+    for folder in map(RunFolder, asked.runs):
+        kept = (folder.stage("evaluate") / "completions").glob("*.jsonl")
+        folder.require_same("evaluate", folder.evaluation, *sorted(kept))
     comparison = compare_runs(asked.runs)
     folders = [RunFolder(Path(run["path"])) for run in comparison["runs"]]
     write_comparison(comparison, [read_json(folder.evaluation) for folder in folders], out)

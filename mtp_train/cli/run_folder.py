@@ -114,6 +114,7 @@ def run_stage(
     keeps: bool = False,
     whole: Callable[[], bool] = lambda: True,
     files: Sequence[Path] = (),
+    kept: str = "",
     half: Any = None,
 ) -> None:
     """Run `work` unless the stage is done with these inputs; `work` returns what its outputs are (a digest's input).
@@ -121,8 +122,8 @@ def run_stage(
     What other inputs left in the stage's folder is not mixed in: a finished stage is set aside as `<stage>.before`
     (in the place of an older one), a half-done one is removed, unless the stage knows what of it may stay (`keeps`).
     A stage whose outputs are gone (not `whole`, or one of `files`) is not done. `files`: those that the stamp records,
-    and that must be there when `work` ends. `half`: the inputs that half-done work belongs to, where
-    it can be gone on from with some others changed.
+    and that must be there when `work` ends; `kept`: a pattern of others in its place that it records. `half`: the
+    inputs that half-done work belongs to, where it can be gone on from with some others changed.
     """
     place, ranks = folder.stage(name), ranks or Ranks()
     require_writable(place)
@@ -152,7 +153,8 @@ def run_stage(
                 "inputs": wanted,
                 "outputs": digest(outputs),
                 "files": {
-                    path.relative_to(folder.root).as_posix(): file_digest(path) for path in files
+                    path.relative_to(folder.root).as_posix(): file_digest(path)
+                    for path in [*files, *(sorted(place.glob(kept)) if kept else ())]
                 },
                 "seconds": seconds,
                 "versions": versions(),
