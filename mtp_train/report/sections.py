@@ -192,6 +192,8 @@ PROMISED = {
     "agree": "agreement with the target's choice",
     "alpha": "alpha, expected acceptance",
     "kl": "KL divergence, nats",
+    "prefix": "all drafts up to here agree",
+    "tau_teacher_forced": "tau, teacher-forced",
 }
 
 
