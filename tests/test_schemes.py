@@ -15,7 +15,7 @@ from mtp_train.engine.branch import TreeConfig, TreeProposer
 from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.engine import Engine, EngineConfig
 from mtp_train.engine.ngram import NgramProposer
-from mtp_train.engine.propose import Proposer
+from mtp_train.engine.propose import Draft, Drafting, Proposer
 from mtp_train.engine.sampling import Sampling
 from mtp_train.engine.sequences import Completion, Request
 from mtp_train.models.target import Target
@@ -164,3 +164,44 @@ def test_prompt_lookup_drafts_what_followed() -> None:
     assert proposer.lookup([7, 7, 7]) == [7]
     with pytest.raises(UserError, match="shortest"):
         NgramProposer(3, longest=1, shortest=2)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "fixed"])
+@pytest.mark.parametrize("family", ["mtp", "eagle", "eagle3", "draft_model"])
+def test_a_trees_best_branch_is_the_chain(
+    toy_target: Target, family: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best child of the best child is what the chain drafts: a draft's row sees its ancestors, in their places."""
+    head = make_variant(toy_target, family)
+    with torch.no_grad():
+        for name, weight in head.named_parameters():
+            if name.endswith(("v_proj.weight", "o_proj.weight")):
+                weight.mul_(6)  # what it attends to decides
+    asked = requests(12, tokens=2)
+    config = replace(ROOMY, max_batch=1)
+    chain = Engine(toy_target, ChainProposer(toy_target, head, 4), config).generate(asked)
+    tree = TreeConfig(kind, drafts=30, depth=4, top_k=3)
+    seen: list[Draft] = []
+    long = 0
+    propose = TreeProposer.propose
+
+    def kept(self: TreeProposer, step: Drafting) -> Draft:
+        seen.append(propose(self, step))
+        return seen[-1]
+
+    monkeypatch.setattr(TreeProposer, "propose", kept)
+    for request, done in zip(asked, chain, strict=True):
+        seen.clear()
+        Engine(toy_target, TreeProposer(toy_target, head, tree), config).generate([request])
+        first, branch, at = seen[0], [], 0
+        assert first.parent_BN is not None
+        parents = first.parent_BN[0].tolist()
+        while at in parents:
+            at = parents.index(at) + 1
+            branch.append(int(first.token_BN[0, at - 1]))
+        drafted = done.steps[0].drafted[: len(branch)]
+        assert tuple(branch) == drafted
+        long += len(branch) >= 3
+    assert long > len(asked) // 2, (
+        "a dynamic tree reads the best branch on as long as it is among the best"
+    )

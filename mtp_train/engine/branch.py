@@ -225,11 +225,10 @@ def _hang(seen: np.ndarray, parent_BF: np.ndarray) -> np.ndarray:
     wide = parent_BF.shape[1]
     grown = np.zeros((batch, before + wide, before + wide), dtype=bool)
     grown[:, :before, :before] = seen
+    at = np.arange(batch)
     for index in range(wide):
         parent_B = parent_BF[:, index]
-        for sequence, parent in enumerate(parent_B.tolist()):
-            if parent >= 0:
-                grown[sequence, before + index] = grown[sequence, parent]
+        grown[:, before + index] = grown[at, parent_B] & (parent_B >= 0)[:, None]
         grown[:, before + index, before + index] = True
     return grown
 

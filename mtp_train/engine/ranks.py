@@ -20,9 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, distributed
 
-from mtp_train.attention.paged import BatchPlan, PagedKV
-from mtp_train.engine.clock import Clock
-from mtp_train.engine.propose import Carry, Draft, Drafting, Proposer
+from mtp_train.engine.propose import Draft, Drafting, NoProposer, Proposer
 
 LEAD = 0  # its rank among those that hold the target
 
@@ -64,7 +62,7 @@ class Together:
         return Follower(proposer) if on_lead and not self.lead else proposer
 
 
-class Follower:
+class Follower(NoProposer):
     """Stands for a proposer that runs on the lead alone: same places in the schedule, drafts without meaning."""
 
     def __init__(self, proposer: Proposer) -> None:
@@ -73,17 +71,6 @@ class Follower:
         self.reach, self.early = proposer.reach, proposer.early
         self.cache_layers = 0
         self.tree = hasattr(proposer, "paths")
-
-    def observe(
-        self,
-        cache: PagedKV,
-        plan: BatchPlan,
-        next_T: Tensor,
-        states: dict[str, Tensor],
-        row_B: Tensor,
-        clock: Clock,
-    ) -> Carry | None:
-        return None
 
     def propose(self, step: Drafting) -> Draft:
         shape = len(step.newest), self.drafts

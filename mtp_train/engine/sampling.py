@@ -260,11 +260,6 @@ def seen_with_drafts(seen_BV: Tensor, token_BN: Tensor, ancestors_BNN: Tensor) -
     return seen_BRV
 
 
-def probabilities(logits: Tensor, temperature: float) -> Tensor:
-    """softmax(logits / temperature) in float32 [..., V]; needs a temperature above 0."""
-    return torch.softmax(logits.float() / temperature, dim=-1)
-
-
 def draw(weights: Tensor, random: Randomness, rows: Sequence[int] | None = None) -> Tensor:
     """One index per row, with chance proportional to `weights` [..., V] -> [...].
 
