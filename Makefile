@@ -22,8 +22,9 @@ help:
 demo: setup
 	@$(BIN)/mtp-train run recipe=$(RECIPE)
 
+# One worker per core, one thread each: on small matrices threads wait for each other.
 test: setup
-	@$(BIN)/python -m pytest
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 check: $(READY)
 	$(BIN)/ruff format --check .

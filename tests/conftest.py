@@ -18,7 +18,7 @@ SMOLLM2 = Path(__file__).parents[1] / ".cache" / "targets" / "smollm2-135m-instr
 
 
 def pytest_configure() -> None:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
