@@ -124,12 +124,12 @@ def scheme(name: str, target: Target, truncated: Path) -> Proposer:
 
 @pytest.fixture(scope="module")
 def ragged() -> list[Request]:
-    """Sixteen prompts of 1 to 40 tokens, some of which repeat themselves."""
+    """Sixteen prompts of 1 to 40 tokens, some of which repeat themselves, with outputs of 3 to 9 tokens."""
     generator = torch.Generator().manual_seed(8)
     asked = []
     for at in range(16):
         prompt = torch.randint(200, 4000, (1 + at * 5 // 2,), generator=generator).tolist()
-        asked.append(Request(str(at), (*prompt, *prompt[: at % 3]), 4 + at % 9))
+        asked.append(Request(str(at), (*prompt, *prompt[: at % 3]), 3 + at % 7))
     return asked
 
 
@@ -157,9 +157,9 @@ def said(target: Target, ragged: list[Request]) -> list[Completion]:
 def test_every_scheme_leaves_the_output_alone(
     target: Target, ragged: list[Request], said: list[Completion], truncated: Path, name: str
 ) -> None:
-    """One at a time; three places for requests that join and leave, prompts in chunks; sixteen at once."""
+    """One at a time; three places for eight requests that join and leave, prompts in chunks; sixteen at once."""
     proposer = scheme(name, target, truncated)
-    for batch, asked in ((1, ragged[7:9]), (3, ragged), (16, ragged)):
+    for batch, asked in ((1, ragged[12:13]), (3, ragged[::2]), (16, ragged)):
         config = EngineConfig(
             max_batch=batch, cache_rows=2048, prefill_rows=24 if batch == 3 else 2048
         )
