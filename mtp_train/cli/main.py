@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from mtp_train.core.errors import UserError
@@ -76,8 +77,19 @@ def dispatch(name: str, overrides: list[str]) -> None:
     from mtp_train.cli.job import Job
 
     job = Job(overrides)
-    for stage in _whole_run(job) if name == "run" else (name,):
-        command(stage).stage(job)
+    if name == "run":
+        _run_all(job)
+    else:
+        command(name).stage(job)
+
+
+def _run_all(job: Any) -> None:
+    from mtp_train.cli.whole_run import Timetable
+
+    stages = _whole_run(job)
+    timetable = Timetable(stages, job.config["plan"]["stage_seconds"])
+    for stage in stages:
+        timetable.run(stage, partial(command(stage).stage, job))
 
 
 def _whole_run(job: Any) -> tuple[str, ...]:

@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tqdm import tqdm
+
+_place = ""  # of the stage in a whole run, before the name of every bar
+
+
+@contextmanager
+def show_place(place: str) -> Iterator[None]:
+    """Put `place` before the name of every bar in this block."""
+    global _place
+    _place = place
+    try:
+        yield
+    finally:
+        _place = ""
 
 
 def progress(
@@ -15,7 +30,7 @@ def progress(
     interval = 0.2 if sys.stderr.isatty() else 15.0
     return tqdm(
         total=total,
-        desc=what,
+        desc=_place + what,
         unit=unit,
         initial=initial,
         disable=not shown,

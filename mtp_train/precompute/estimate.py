@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mtp_train.core.errors import UserError
@@ -31,6 +31,7 @@ class PlanConfig:
         tokens_per_second: of one unit, as you measured it (0: what an earlier precompute of this run measured).
         tflops: sustained by one rank, in 10^12 a second; an assumption, for hours before anything is measured.
         allow_shortfall: go on even if the features won't fit on the disk.
+        stage_seconds: of each stage, as measured somewhere; `run` scales them to this machine to say the time left.
     """
 
     tokens: int = 0
@@ -38,6 +39,7 @@ class PlanConfig:
     tokens_per_second: float = 0.0
     tflops: float = 0.0
     allow_shortfall: bool = False
+    stage_seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if min(self.tokens, self.tokens_per_second, self.tflops) < 0 or self.ranks < 1:
