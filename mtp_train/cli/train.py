@@ -11,7 +11,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch import distributed
 
-from mtp_train.checkpoint.heads import CARD, TENSORS, read_card, warm_start
+from mtp_train.checkpoint.heads import CARD, TENSORS, find_checkpoints, read_card, warm_start
 from mtp_train.cli.features import open_features, require_current, trained_counts
 from mtp_train.cli.job import PRECISIONS, Job
 from mtp_train.cli.main import dispatch, guarded
@@ -19,8 +19,10 @@ from mtp_train.cli.run_folder import run_stage
 from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import file_digest
 from mtp_train.heads.families import build_head
+from mtp_train.heads.start import FITTED
 from mtp_train.models.target import target_hash
 from mtp_train.train.config import TrainConfig
+from mtp_train.train.fitted import fit_projections
 from mtp_train.train.loop import CURVES, train
 from mtp_train.train.parallel import launched_strategy
 from mtp_train.train.state import unspread
@@ -93,6 +95,9 @@ def _work(job: Job, config: TrainConfig, head_config: Any) -> Any:
     )
     states = tuple(dict.fromkeys((target.state, *head.states)))
     features, held_out = (open_features(job, name, target, states) for name in ("train", "heldout"))
+    goes_on = bool(find_checkpoints(out / "checkpoints"))
+    if getattr(head_config, "init", "") == FITTED and not config.warm_start and not goes_on:
+        fit_projections(head, target, features)
     try:
         train(target, head, features, held_out, config, accelerator, out, job.stop)
     finally:

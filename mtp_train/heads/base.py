@@ -13,6 +13,8 @@ Shapes: T rows, N rows chosen from them, D hidden width, V the target's vocabula
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +24,23 @@ from mtp_train.attention.interface import AttentionContext
 from mtp_train.core.errors import UserError
 from mtp_train.models.packed import pack_linears
 from mtp_train.models.target import POST_NORM, Target
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A projection and what stands around it.
+
+    Attributes:
+        linear: [D, 2D], from the embedding's half and the state's.
+        reads: what it is applied to [T, 2D], of embeddings and states [T, D] of rows at positions above 0.
+        block: the decoder block behind it.
+        final_norm: the norm behind the block; the identity where there is none.
+    """
+
+    linear: nn.Linear
+    reads: Callable[[Tensor, Tensor], Tensor]
+    block: nn.Module
+    final_norm: nn.Module
 
 
 class DraftHead(nn.Module, ABC):
@@ -75,6 +94,10 @@ class DraftHead(nn.Module, ABC):
     def at(self, step: int) -> DraftHead:
         """What runs draft step `step` (from 0)."""
         return self
+
+    def projections(self) -> list[Projection]:
+        """Those of [embedding | state] to what a decoder block works on, which can be fitted to features."""
+        return []
 
     def decoder_blocks(self) -> list[nn.Module]:
         """Its decoder blocks, which ranks that hold a target together share as they do the target's."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from mtp_train.attention.interface import AttentionContext
-from mtp_train.heads.base import DraftHead
+from mtp_train.heads.base import DraftHead, Projection
 from mtp_train.heads.block import (
     Rotary,
     make_block,
@@ -29,7 +29,7 @@ from mtp_train.heads.block import (
     run_block,
     start_linears,
 )
-from mtp_train.heads.start import begin_as_last_layer, require_init
+from mtp_train.heads.start import FITTED, INITS, begin_as_last_layer, require_init
 from mtp_train.models.target import Target
 
 
@@ -40,7 +40,7 @@ class EagleConfig:
     Attributes:
         block: `target` for its own decoder layer class, `llama` for a plain Llama's of its sizes.
         layer: what a Llama block has for itself: intermediate_size, rms_norm_eps, rope_parameters.
-        init: `last_layer` or `random`, as for `mtp`: without norms `last_layer` begins near the same function.
+        init: `last_layer`, `fitted` or `random`, as for `mtp`; without norms it begins near the same function.
         embedding_noise: standard deviation of the embedding half of `fc` at the start, over sqrt(D).
     """
 
@@ -51,7 +51,7 @@ class EagleConfig:
     embedding_noise: float = 0.1
 
     def __post_init__(self) -> None:
-        require_init(self.init)
+        require_init(self.init, (*INITS, FITTED))
         require_block(self.block)
         require_layer(self.layer, self.block, self.init)
 
@@ -71,12 +71,19 @@ class EagleHead(DraftHead):
     def decoder_blocks(self) -> list[nn.Module]:
         return [self.block]
 
+    def projections(self) -> list[Projection]:
+        return [Projection(self.fc, _halves, self.block, nn.Identity())]
+
     def forward(
         self, embedding_TD: Tensor, state_TD: Tensor, position_T: Tensor, context: AttentionContext
     ) -> Tensor:
         """States [T, D] that predict the target's next ones, for rows (x[p+1], H[p], p)."""
-        rows_TD = self.fc(torch.cat([embedding_TD, state_TD], dim=-1).to(self.fc.weight.dtype))
+        rows_TD = self.fc(_halves(embedding_TD, state_TD).to(self.fc.weight.dtype))
         return run_block(self.block, self.rotary, rows_TD, position_T, context)
+
+
+def _halves(embedding_TD: Tensor, state_TD: Tensor) -> Tensor:
+    return torch.cat([embedding_TD, state_TD], dim=-1)
 
 
 def build(target: Target, config: EagleConfig, seed: int = 0) -> EagleHead:
@@ -85,7 +92,7 @@ def build(target: Target, config: EagleConfig, seed: int = 0) -> EagleHead:
         torch.manual_seed(seed)
         head = EagleHead(target, config)
         start_linears(head, target)
-        if config.init == "last_layer":
+        if config.init in ("last_layer", FITTED):
             none = nn.Identity()
             begin_as_last_layer(target, head.fc, none, head.block, none, config.embedding_noise)
     return head.to(target.device)

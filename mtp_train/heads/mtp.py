@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from mtp_train.attention.interface import AttentionContext
 from mtp_train.core.errors import UserError
-from mtp_train.heads.base import DraftHead
+from mtp_train.heads.base import DraftHead, Projection
 from mtp_train.heads.block import (
     Rotary,
     make_block,
@@ -42,7 +42,7 @@ from mtp_train.heads.block import (
     start_linears,
 )
 from mtp_train.heads.native import begin_as_native
-from mtp_train.heads.start import INITS, begin_as_last_layer, require_init
+from mtp_train.heads.start import FITTED, INITS, begin_as_last_layer, require_init
 from mtp_train.models.target import Target
 
 
@@ -54,8 +54,9 @@ class MtpConfig:
         modules: 1 for all draft steps, or one for each of the first D; every one of them begins alike.
         block: `target` for its own decoder layer class, `llama` for a plain Llama's of its sizes.
         init: `last_layer` begins as the target's last layer applied once more, with its final norm undone before it
-            (see `start`, also for heads without some norm); `native` as the MTP modules that the target was published
-            with (see `native`); `random` as neither.
+            (see `start`, also for heads without some norm); `fitted` as that, with the projection fitted to the
+            features by least squares; `native` as the MTP modules that the target was published with (see `native`);
+            `random` as none of them.
         embedding_noise: standard deviation of the embedding half of `eh_proj` at the start, over sqrt(D).
         enorm, hnorm, input_norm, final_norm: whether the head has these norms; input_norm is the block's first.
     """
@@ -71,7 +72,7 @@ class MtpConfig:
     final_norm: bool = True
 
     def __post_init__(self) -> None:
-        require_init(self.init, (*INITS, "native"))
+        require_init(self.init, (*INITS, FITTED, "native"))
         require_block(self.block)
         if self.modules < 1:
             raise UserError("head.modules must be 1 or more", self.modules, "raise it")
@@ -114,17 +115,25 @@ class MtpHead(DraftHead):
     def decoder_blocks(self) -> list[nn.Module]:
         return [module.block for module in self.in_order()]
 
+    def projections(self) -> list[Projection]:
+        return [
+            Projection(module.eh_proj, module._halves, module.block, module.final_norm)
+            for module in self.in_order()
+        ]
+
     def forward(
         self, embedding_TD: Tensor, state_TD: Tensor, position_T: Tensor, context: AttentionContext
     ) -> Tensor:
         """The first module's states [T, D] that predict the target's next ones, for rows (x[p+1], H[p], p)."""
-        embedding = embedding_TD * (position_T != 0).unsqueeze(-1)
-        halves = torch.cat([self.enorm(embedding), self.hnorm(state_TD)], dim=-1)
+        halves = self._halves(embedding_TD * (position_T != 0).unsqueeze(-1), state_TD)
         rows_TD = self.eh_proj(halves.to(self.eh_proj.weight.dtype))
         out: Tensor = self.final_norm(
             run_block(self.block, self.rotary, rows_TD, position_T, context)
         )
         return out
+
+    def _halves(self, embedding_TD: Tensor, state_TD: Tensor) -> Tensor:
+        return torch.cat([self.enorm(embedding_TD), self.hnorm(state_TD)], dim=-1)
 
 
 def build(target: Target, config: MtpConfig, seed: int = 0) -> MtpHead:
@@ -133,7 +142,7 @@ def build(target: Target, config: MtpConfig, seed: int = 0) -> MtpHead:
         torch.manual_seed(seed)
         head = MtpHead(target, config)
         start_linears(head, target)
-        if config.init == "last_layer":
+        if config.init in ("last_layer", FITTED):
             for module in head.in_order():
                 begin_as_last_layer(
                     target,

@@ -17,6 +17,7 @@ Knows which modules it is given, no head family.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from mtp_train.attention.packed import PackedContext
 from mtp_train.core.errors import UserError
+from mtp_train.heads.base import Projection
 from mtp_train.heads.block import (
     HEAD_NORMS,
     Rotary,
@@ -38,6 +40,9 @@ from mtp_train.heads.block import (
 from mtp_train.models.target import POST_NORM, PRE_NORM, Target
 
 INITS = ("last_layer", "random")
+FITTED = "fitted"  # for families with `projections`
+RIDGE = 1e-3  # of the mean square of what a fitted projection reads
+WRITES = 0.5  # of the last layer's writes, behind a fitted projection
 READERS = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")  # of the residual
 
 
@@ -73,7 +78,7 @@ def begin_as_last_layer(
     project.weight[:, :width] = torch.randn(width, width) * noise / width**0.5
     weight_D = nonzero(gain(target.base.norm))
     usual = usual_lengths(target)
-    scale_D = torch.ones_like(weight_D) if has(final_norm) else weight_D / usual.applied
+    scale_D = _scale(weight_D, usual, final_norm)
     if has(hnorm):
         project.weight[:, width:] = torch.eye(width)
         set_gain(hnorm, scale_D * usual.product / weight_D)
@@ -86,6 +91,41 @@ def begin_as_last_layer(
         final_norm.load_state_dict(float_state(target.base.norm))
     else:
         _write_scaled(block, scale_D, usual)
+
+
+@torch.no_grad()
+def begin_fitted(
+    target: Target, projection: Projection, rows: Iterable[tuple[Tensor, Tensor, Tensor]]
+) -> int:
+    """Fit a projection by least squares, after `begin_as_last_layer`; returns how many rows it was fitted to.
+
+    It maps what it reads to the next state with the final norm undone: what the residual stream holds there. The block
+    behind it, still the last layer's, writes to that residual, which is nearly right already; so its writes are
+    scaled down by `WRITES`.
+
+    Args:
+        rows: embeddings, states and next states [N, D] of rows at positions above 0, pack by pack.
+    """
+    weight_D = nonzero(gain(target.base.norm))
+    usual = usual_lengths(target)
+    undo_D = _scale(weight_D, usual, projection.final_norm) * usual.before / weight_D
+    width, count = projection.linear.in_features, 0
+    square = torch.zeros(width, width, dtype=torch.float64)
+    product = torch.zeros(width, len(undo_D), dtype=torch.float64)
+    for embedding_ND, state_ND, next_ND in rows:
+        read_NX = projection.reads(embedding_ND.float(), state_ND.float()).cpu()
+        square += (read_NX.T @ read_NX).double()
+        product += (read_NX.T @ (next_ND.float().cpu() * undo_D)).double()
+        count += len(read_NX)
+    square += torch.eye(width, dtype=torch.float64) * square.diagonal().mean() * RIDGE
+    projection.linear.weight.copy_(torch.linalg.solve(square, product).T)
+    _scale_writes(projection.block, torch.full_like(weight_D, WRITES))
+    return count
+
+
+def _scale(weight_D: Tensor, usual: Lengths, final_norm: Any) -> Tensor:
+    """By what the block's residual differs from the target's: without a final norm it has the state's length."""
+    return torch.ones_like(weight_D) if has(final_norm) else weight_D / usual.applied
 
 
 @torch.no_grad()
@@ -135,16 +175,22 @@ def _write_scaled(block: Any, scale_D: Tensor, usual: Lengths) -> None:
     readers = [block.input_layernorm]
     if has_post_norms(block):
         readers.append(block.pre_feedforward_layernorm)
-        for norm in (block.post_attention_layernorm, block.post_feedforward_layernorm):
-            set_gain(norm, gain(norm) * scale_D)
     else:
         readers.append(block.post_attention_layernorm)
-        for matrix, bias in _writers(block):
-            matrix.mul_(scale_D.unsqueeze(1))
-            if bias is not None:
-                bias.mul_(scale_D)
+    _scale_writes(block, scale_D)
     for norm in filter(has, readers):
         set_gain(norm, gain(norm) * undo_D)
+
+
+def _scale_writes(block: Any, scale_D: Tensor) -> None:
+    if has_post_norms(block):
+        for norm in (block.post_attention_layernorm, block.post_feedforward_layernorm):
+            set_gain(norm, gain(norm) * scale_D)
+        return
+    for matrix, bias in _writers(block):
+        matrix.mul_(scale_D.unsqueeze(1))
+        if bias is not None:
+            bias.mul_(scale_D)
 
 
 def _writers(block: Any) -> list[tuple[Tensor, Tensor | None]]:
