@@ -25,12 +25,12 @@ from mtp_train.export.formats import usual
 from mtp_train.export.layout import Layout
 from mtp_train.export.stage import ExportConfig, require_servable
 from mtp_train.heads.families import family_of
+from mtp_train.models.folder import require_model_folder
 from mtp_train.models.quantised import NONE, require_quantisation
 from mtp_train.models.target import (
     Target,
     load_tokenizer,
     require_dtype,
-    require_model_folder,
     stop_tokens,
     target_hash,
 )

@@ -17,13 +17,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from mtp_train.core.errors import UserError
+from mtp_train.models.accounting import require_accounted
+from mtp_train.models.folder import require_model_folder
 from mtp_train.models.quantised import folder_quantisation
-from mtp_train.models.target import (
-    capped_logits,
-    require_dtype,
-    require_model_folder,
-    target_hash,
-)
+from mtp_train.models.target import capped_logits, require_dtype, target_hash
 
 INDEX = "model.safetensors.index.json"
 
@@ -41,6 +38,7 @@ class Readout:
         """Of the target in a local folder of safetensors."""
         folder = require_model_folder(path)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        require_accounted(folder, config, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(
                 config, trust_remote_code=trust_remote_code

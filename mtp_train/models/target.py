@@ -31,7 +31,9 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from mtp_train.attention import interface
 from mtp_train.core.errors import UserError
-from mtp_train.core.provenance import digest, folder_digest
+from mtp_train.core.provenance import digest
+from mtp_train.models.accounting import require_accounted
+from mtp_train.models.folder import require_model_folder, weights_digest
 from mtp_train.models.packed import pack_linears
 from mtp_train.models.partial import ends_only
 from mtp_train.models.quantised import (
@@ -115,6 +117,7 @@ class Target:
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
             require_architecture(config)
+            require_accounted(folder, config, device, trust_remote_code=trust_remote_code)
             quantised, asked = loading(config, quantisation, device)
             if tensor_parallel > 1:
                 _require_plain(quantised, tensor_parallel)
@@ -425,7 +428,7 @@ def _require_plain(quantised: str, size: int) -> None:
 def target_hash(path: str | Path, quantisation: str = NONE) -> str:
     """Digest of a target folder's weight files, and of how they are quantised when loaded (16 hex digits)."""
     folder = require_model_folder(path)
-    files = folder_digest(folder)
+    files = weights_digest(folder)
     as_they_are = quantisation in (NONE, folder_quantisation(folder))
     return files if as_they_are else digest([files, quantisation])
 
@@ -450,24 +453,6 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, folder: Path | None) -> froz
         listed = GenerationConfig.from_pretrained(folder).eos_token_id
         found += listed if isinstance(listed, list) else [listed]
     return frozenset(int(token) for token in found if token is not None)
-
-
-def require_model_folder(path: str | Path) -> Path:
-    """The folder, if it holds a config and safetensors; else a `UserError` that says what is missing."""
-    folder = Path(path)
-    if not (folder / "config.json").is_file():
-        raise UserError(
-            "target.path must be a model folder with config.json",
-            folder,
-            "download the target there or name another folder",
-        )
-    if not any(folder.glob("*.safetensors")):
-        raise UserError(
-            "a target's weights must be safetensors",
-            f"{folder} without any",
-            "convert the checkpoint to safetensors",
-        )
-    return folder
 
 
 def require_dtype(name: str) -> torch.dtype:
