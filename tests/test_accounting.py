@@ -223,7 +223,7 @@ def test_files_that_are_not_the_models_are_refused_by_name(
 def test_what_is_known_and_harmless_is_let_pass(
     folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Old rotary buffers, an equal copy of a tied matrix, published MTP modules, which are said, and a second form."""
+    """Old rotary buffers, zero biases, an equal copy of a tied matrix, published MTP modules, a second form: said."""
     copied(folders["tied"], tmp_path)
     tensors = load_file(tmp_path / SINGLE)
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
@@ -231,6 +231,7 @@ def test_what_is_known_and_harmless_is_let_pass(
     tensors["model.mtp_layers.0.input_proj.weight"] = torch.ones(32, 64)
     tensors["model.layers.2.eh_proj.weight"] = torch.ones(32, 64)
     tensors["model.layers.2.self_attn.q_proj.weight"] = torch.ones(32, 32)
+    tensors["model.layers.1.self_attn.q_proj.bias"] = torch.zeros(32)
     write(tmp_path, tensors)
     (tmp_path / "consolidated.safetensors").write_bytes((tmp_path / SINGLE).read_bytes())
     for _ in range(2):
@@ -239,6 +240,7 @@ def test_what_is_known_and_harmless_is_let_pass(
     for kind in (
         "3 tensors of MTP modules (model.layers.2.eh_proj.weight, model.layers.2.self_attn.q",
         "1 old rotary buffers (model.layers.0.self_attn.rotary_emb.inv_freq)",
+        "1 zero biases (model.layers.1.self_attn.q_proj.bias)",
         "1 files with the weights again (consolidated.safetensors)",
     ):
         assert said.count(kind) == 1, f"{kind} once for a folder"

@@ -70,7 +70,6 @@ def require_accounted(
     _require_complete(folder, found["missing_keys"], found["mismatched_keys"])
     _require_known(folder, found["unexpected_keys"], headers, int(config.num_hidden_layers))
     _require_equal_copies(headers, model.all_tied_weights_keys)
-    _tell_unread(folder, headers, int(config.num_hidden_layers))
     _passed.add(key)
 
 
@@ -191,15 +190,31 @@ def _require_complete(
 def _require_known(
     folder: Path, extra: set[str], headers: Mapping[str, TensorHeader], layers: int
 ) -> None:
-    """Tensors past the model's own must be published MTP modules, which `head.init=native` reads."""
-    modules = {name for name in extra if _of_mtp_module(name, headers, layers)}
-    other = sorted(extra - modules)
+    """Say what lies in the folder that no forward reads; refuse what is neither the model's nor known."""
+    unread = {
+        "tensors of MTP modules": {
+            n for n in {*headers, *extra} if _of_mtp_module(n, headers, layers)
+        },
+        "old rotary buffers": {n for n in headers if n.endswith(ROTARY)},
+        "zero biases": {n for n in extra if n.endswith(".bias") and _is_zero(headers.get(n), n)},
+        "files with the weights again": {p.name for p in folder.glob(f"{SECOND_FORM}*")},
+    }
+    other = sorted(extra.difference(*unread.values()))
     if other:
         raise UserError(
             "a model's files must hold no tensors but its own: they would be left out of it",
             f"{folder} with {some(other)}",
             "check config.json (num_hidden_layers, biases), or take a checkpoint of this model type",
         )
+    told = [
+        f"{len(names)} {kind} ({some(sorted(names))})" for kind, names in unread.items() if names
+    ]
+    if told:
+        say(f"{folder}: not part of its forward: {'; '.join(told)}")
+
+
+def _is_zero(header: TensorHeader | None, name: str) -> bool:
+    return header is not None and not bool(_read(header.file, name).any())
 
 
 def _of_mtp_module(name: str, headers: Mapping[str, TensorHeader], layers: int) -> bool:
@@ -207,18 +222,6 @@ def _of_mtp_module(name: str, headers: Mapping[str, TensorHeader], layers: int) 
         return True
     match = re.match(r"model\.layers\.(\d+)\.", name)
     return bool(match and int(match[1]) >= layers and f"{match[0]}{MTP_MARK}" in headers)
-
-
-def _tell_unread(folder: Path, headers: Mapping[str, TensorHeader], layers: int) -> None:
-    """Say what lies in the folder that no forward reads."""
-    unread = {
-        "tensors of MTP modules": [n for n in headers if _of_mtp_module(n, headers, layers)],
-        "old rotary buffers": [n for n in headers if n.endswith(ROTARY)],
-        "files with the weights again": sorted(p.name for p in folder.glob(f"{SECOND_FORM}*")),
-    }
-    told = [f"{len(names)} {kind} ({some(names)})" for kind, names in unread.items() if names]
-    if told:
-        say(f"{folder}: not part of its forward: {'; '.join(told)}")
 
 
 def _require_equal_copies(headers: Mapping[str, TensorHeader], tied: Mapping[str, str]) -> None:
