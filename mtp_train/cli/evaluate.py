@@ -127,6 +127,7 @@ def _provenance(
             "vocab_size": target.vocab_size,
             "layers": target.layers,
         },
+        "identity": target.identity,
         "head": {
             "family": card.family,
             "parameters": sum(p.numel() for p in head.parameters()),

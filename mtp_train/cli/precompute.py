@@ -78,6 +78,7 @@ def _source(job: Job, config: PrecomputeConfig, stack: ExitStack) -> StateSource
             "leave precompute.vllm.python empty, or name a folder that is quantised already",
         )
     readout = Readout.load(values.path, values.dtype, trust_remote_code=values.trust_remote_code)
+    readout.chat_template_kwargs = values.chat_template_kwargs
     return stack.enter_context(VllmStates(readout, config.vllm, values.dtype, config.states))
 
 

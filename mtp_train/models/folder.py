@@ -22,7 +22,8 @@ INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
 SECOND_FORM = "consolidated"  # Mistral publishes the same weights a second time under such names
 COPY = "copy the folder's files again"
-Fingerprint = tuple[tuple[str, int, int, int], ...]
+Stamp = tuple[str, int, int, int]  # name, size, time of change, inode
+Fingerprint = tuple[Stamp, ...]
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,9 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
 
 
 def fingerprint(folder: Path) -> Fingerprint:
-    """Name, size, time of change and inode of the files that a model is made of: equal while nobody touches them."""
+    """Stamps of the files that a model is made of: equal while nobody touches them."""
     names = {"config.json", INDEX, ADAPTER, *(path.name for path in folder.glob("*.safetensors"))}
-    return tuple(_stamp(folder / name) for name in sorted(names) if (folder / name).is_file())
+    return tuple(stamp(folder / name) for name in sorted(names) if (folder / name).is_file())
 
 
 def weights_digest(folder: Path) -> str:
@@ -96,15 +97,16 @@ def weights_digest(folder: Path) -> str:
 
 
 def _digest_of(path: Path) -> str:
-    return _digest(path.resolve(), _stamp(path))
+    return _digest(path.resolve(), stamp(path))
 
 
 @cache
-def _digest(path: Path, _stamp: tuple[str, int, int, int]) -> str:
+def _digest(path: Path, _stamp: Stamp) -> str:
     return file_digest(path)
 
 
-def _stamp(path: Path) -> tuple[str, int, int, int]:
+def stamp(path: Path) -> Stamp:
+    """What tells a file from the same one touched."""
     status = os.stat(path)
     return path.name, status.st_size, status.st_mtime_ns, status.st_ino
 

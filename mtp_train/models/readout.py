@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from mtp_train.core.errors import UserError
 from mtp_train.models.accounting import require_accounted
 from mtp_train.models.folder import require_model_folder
+from mtp_train.models.identity import Identity, folder_identity
 from mtp_train.models.quantised import folder_quantisation
 from mtp_train.models.target import capped_logits, require_dtype, target_hash
 
@@ -32,6 +33,7 @@ class Readout:
         self, config: PreTrainedConfig, norm: nn.Module, lm_head: Tensor, path: Path
     ) -> None:
         self.config, self.norm, self.lm_head_VD, self.path = config, norm, lm_head, path
+        self.chat_template_kwargs: dict[str, Any] = {}  # what its text is rendered with
 
     @classmethod
     def load(cls, path: str | Path, dtype: str, *, trust_remote_code: bool = False) -> Readout:
@@ -58,6 +60,10 @@ class Readout:
     @property
     def hash(self) -> str:
         return target_hash(self.path)
+
+    @property
+    def identity(self) -> Identity:
+        return folder_identity(self.path, self.chat_template_kwargs)
 
     @property
     def quantisation(self) -> str:

@@ -23,7 +23,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GenerationConfig,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
@@ -34,6 +33,12 @@ from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import digest
 from mtp_train.models.accounting import require_accounted
 from mtp_train.models.folder import require_model_folder, weights_digest
+from mtp_train.models.identity import (
+    Identity,
+    config_identity,
+    end_tokens,
+    folder_identity,
+)
 from mtp_train.models.packed import pack_linears
 from mtp_train.models.partial import ends_only
 from mtp_train.models.quantised import (
@@ -85,6 +90,7 @@ class Target:
         pack_linears(self.model)
         self.path = path
         self.quantisation = quantisation
+        self.chat_template_kwargs: dict[str, Any] = {}  # what its text is rendered with
         self.tensor_parallel = tensor_parallel
         self.config: PreTrainedConfig = cast(Any, model).config
         self.base: Any = cast(Any, model).base_model
@@ -268,6 +274,13 @@ class Target:
         """Digest of the weights: heads and features are bound to it."""
         return target_hash(self.path, self.quantisation) if self.path else "unsaved"
 
+    @property
+    def identity(self) -> Identity:
+        """What else heads and features are bound to, by name: config and text."""
+        if self.path:
+            return folder_identity(self.path, self.chat_template_kwargs)
+        return config_identity(self.config, self.chat_template_kwargs)
+
 
 def transformers_own(target: Target) -> nn.Module:
     """transformers' own model with its own attention: weights, dtype and quantisation of a target with a folder."""
@@ -447,12 +460,10 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, folder: Path | None) -> frozenset[int]:
-    """Tokens that end an answer in serving: the tokenizer's end and those of the folder's generation config."""
-    found = [tokenizer.eos_token_id]
-    if folder is not None and (folder / "generation_config.json").is_file():
-        listed = GenerationConfig.from_pretrained(folder).eos_token_id
-        found += listed if isinstance(listed, list) else [listed]
-    return frozenset(int(token) for token in found if token is not None)
+    """Tokens that end an answer in serving: the tokenizer's end and those that the folder's configs name."""
+    own = tokenizer.eos_token_id
+    named = end_tokens(folder) if folder is not None else []
+    return frozenset([*named, *([] if own is None else [int(own)])])
 
 
 def require_dtype(name: str) -> torch.dtype:

@@ -21,6 +21,7 @@ from mtp_train.batches.pack import fill
 from mtp_train.core.errors import UserError
 from mtp_train.core.progress import say
 from mtp_train.core.provenance import read_json, versions, write_json
+from mtp_train.models.identity import require_same
 from mtp_train.models.target import Target
 from mtp_train.precompute.gate import GateResult, Sample, check_choices, check_rows
 from mtp_train.precompute.sources import expand_states, packed_states
@@ -81,6 +82,7 @@ class LiveFeatures:
             dtype=_dtype(target),
             data_digest=corpus.note.digest,
         )
+        require_same(contract.identity, target.identity, "live features", REMEDY)
         contract.require_states(*(states or ()))
         self.target, self.corpus, self.manifest = target, corpus, manifest
         self.states: tuple[str, ...] = tuple(states or contract.states)
@@ -196,6 +198,7 @@ def _contract(target: Target, states: tuple[str, ...], data_digest: str) -> Cont
         rows_per_shard=0,  # no shards
         rows_per_forward=0,  # as the packs are
         quantisation=target.quantisation,
+        identity=target.identity,
     )
 
 

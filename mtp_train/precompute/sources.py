@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mtp_train.attention.packed import PackedContext
 from mtp_train.core.records import TokenizedConversation
+from mtp_train.models.identity import Identity
 from mtp_train.models.target import Target, eagle3_states, layer_of
 from mtp_train.precompute.gate import GateResult, Sample, check_choices
 
@@ -41,6 +42,7 @@ class StateSource(Protocol):
     states: tuple[str, ...]
     target_hash: str
     quantisation: str
+    identity: Identity
     hidden_size: int
     vocab_size: int
     dtype: str
@@ -63,6 +65,7 @@ class EngineStates:
         self.target = target
         self.states = expand_states(states, target.layers)
         self.target_hash, self.quantisation = target.hash, target.quantisation
+        self.identity = target.identity
         self.hidden_size, self.vocab_size = target.hidden_size, target.vocab_size
         self.dtype = str(target.dtype).removeprefix("torch.")
 

@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from mtp_train.core.progress import progress, say
 from mtp_train.core.provenance import sealed, unsealed
 from mtp_train.core.records import TokenizedConversation
 from mtp_train.engine.clock import Clock
+from mtp_train.models.identity import require_same
 from mtp_train.precompute.gate import GateResult, Sample, check_rows, check_stored
 from mtp_train.precompute.sources import StateSource, VllmConfig
 from mtp_train.store.codecs import find_codec
@@ -103,6 +104,7 @@ def contract_for(
         rows_per_shard=config.rows_per_shard,
         rows_per_forward=config.rows_per_forward,
         quantisation=source.quantisation,
+        identity=source.identity,
     )
 
 
@@ -126,7 +128,7 @@ def precompute(
     contract = contract_for(source, sequences, config)
     shards = plan_shards(lengths_of(sequences), config.rows_per_shard)
     if ranks.main:
-        _prepare(place, contract)
+        contract = _prepare(place, contract)
     ranks.wait()
     todo = _missing(place, len(shards))
     ranks.wait()  # all have looked before anyone adds to it
@@ -249,20 +251,35 @@ def _sample(made: _Made, count: int) -> list[tuple[int, int]]:
     ]
 
 
-def _prepare(place: Place, contract: Contract) -> None:
-    """Make the place ready: shards of another contract are removed, of the same one kept."""
+def _prepare(place: Place, contract: Contract) -> Contract:
+    """Make the place ready: shards of another contract are removed, of the same one kept.
+
+    Returns:
+        The contract to finish with: it says no more of the target than was recorded when its first shards were made.
+
+    Raises:
+        UserError: shards of the same weights and data, but of another config.
+    """
     place.require_writable()
     names = place.names()
     wanted = contract.as_dict()
-    if NOTE not in names or _read_json(place, NOTE) != wanted:
+    earlier = _read_json(place, NOTE) if NOTE in names else {}
+    if earlier | {"identity": {}} != wanted | {"identity": {}}:
         for name in names:
             place.remove(name)
         _write_json(place, NOTE, wanted)
-        return
+        return contract
+    recorded = earlier.get("identity", {})
+    remedy = "restore the target's files, or name another run folder or precompute.out"
+    # The data's digest proves the text, so what the text was made with may have changed.
+    require_same(recorded, contract.identity, f"shards in {place}", remedy, ("config",))
+    contract = replace(contract, identity=contract.identity if recorded else {})
+    _write_json(place, NOTE, contract.as_dict())
     for name in names:  # an unfinished shard, or a killed writer's half
         orphan = name.startswith("shard-") and name.endswith(".safetensors")
         if name == NAME or name.endswith(".part") or (orphan and _note_of(name) not in names):
             place.remove(name)
+    return contract
 
 
 def _missing(place: Place, shards: int) -> list[int]:

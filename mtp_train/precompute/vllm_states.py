@@ -47,6 +47,7 @@ class VllmStates:
         self.readout = readout
         self.states = expand_states(states, readout.layers)
         self.target_hash, self.quantisation = readout.hash, readout.quantisation
+        self.identity = readout.identity
         self.vocab_size, self.hidden_size = readout.lm_head_VD.shape
         self.dtype = dtype
         # The last layer is always captured: the gate needs it.
