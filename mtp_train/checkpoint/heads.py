@@ -33,7 +33,7 @@ from mtp_train.heads.base import DraftHead
 from mtp_train.heads.families import family_of, make_head
 from mtp_train.heads.mtp import MtpHead, deepen
 from mtp_train.heads.vocabulary import coverage, require_vocabulary
-from mtp_train.models.identity import FORWARD, TEXT, differences, require_same
+from mtp_train.models.identity import FORWARD, TEXT, Identity, differences, require_same
 from mtp_train.models.target import Target
 
 TENSORS = "head.safetensors"
@@ -216,13 +216,18 @@ def require_match(card: HeadCard, target: Target, *, same_weights: bool = True) 
                 "name the target it was trained for",
             )
     if same_weights:
-        remedy = "restore the target's files, or warm start from this head for the changed target"
-        require_same(card.identity, target.identity, "a head", remedy, FORWARD)
+        require_own_config(card, target.identity)
         told = differences(card.identity, target.identity, TEXT)
     else:
         told = differences(card.identity, target.identity)
     if told:
         say(f"head: its target or text was another: {'; '.join(told)}")
+
+
+def require_own_config(card: HeadCard, identity: Identity) -> None:
+    """Raise unless the head was trained under this config and tokenizer. Loads no target."""
+    remedy = "restore the target's files, or warm start from this head for the changed target"
+    require_same(card.identity, identity, "a head", remedy, FORWARD)
 
 
 def load_tensors(path: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:

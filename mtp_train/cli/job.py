@@ -26,7 +26,7 @@ from mtp_train.export.layout import Layout
 from mtp_train.export.stage import ExportConfig, require_servable
 from mtp_train.heads.families import family_of
 from mtp_train.models.folder import require_model_folder
-from mtp_train.models.identity import folder_identity
+from mtp_train.models.identity import Identity, folder_identity
 from mtp_train.models.quantised import NONE, require_quantisation
 from mtp_train.models.target import (
     Target,
@@ -227,15 +227,17 @@ class Job:
         )
 
     @cached_property
+    def target_identity(self) -> Identity:
+        """The target's config and text by field, from its files."""
+        values = self.target_config
+        return folder_identity(require_model_folder(values.path), values.chat_template_kwargs)
+
+    @cached_property
     def target_inputs(self) -> dict[str, Any]:
         """What of the target a stage depends on."""
         values = self.target_config
-        folder = require_model_folder(values.path)
-        return {
-            "hash": target_hash(folder, values.quantisation),
-            "dtype": values.dtype,
-            **folder_identity(folder, values.chat_template_kwargs),
-        }
+        weights = target_hash(values.path, values.quantisation)
+        return {"hash": weights, "dtype": values.dtype, **self.target_identity}
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -176,12 +176,24 @@ def plain(value: Any) -> Any:
 @cache
 def _folder_identity(folder: Path, _stamps: tuple[Stamp, ...]) -> str:
     found = {
-        "config": config_fields(AutoConfig.from_pretrained(folder, trust_remote_code=False)),
+        "config": config_fields(_read_config(folder)),
         "tokenizer": _tokenizer(folder),
         "chat_template": _chat_template(folder),
         "end_tokens": end_tokens(folder),
     }
     return json.dumps(found)
+
+
+def _read_config(folder: Path) -> PreTrainedConfig:
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            "a target's config.json must be one that transformers knows",
+            f"{folder}: {str(error).splitlines()[0]}",
+            "copy the file again, or choose another target",
+        ) from error
+    return config
 
 
 def _tokenizer(folder: Path) -> str:

@@ -29,7 +29,7 @@ from mtp_train.core.progress import progress, say
 from mtp_train.core.provenance import sealed, unsealed
 from mtp_train.core.records import TokenizedConversation
 from mtp_train.engine.clock import Clock
-from mtp_train.models.identity import require_same
+from mtp_train.models.identity import Identity, require_same
 from mtp_train.precompute.gate import GateResult, Sample, check_rows, check_stored
 from mtp_train.precompute.sources import StateSource, VllmConfig
 from mtp_train.store.codecs import find_codec
@@ -251,28 +251,37 @@ def _sample(made: _Made, count: int) -> list[tuple[int, int]]:
     ]
 
 
+def require_own_shards(place: Place, target_hash: str, identity: Identity) -> None:
+    """Raise if shards of the same weights lie there that were made under another config.
+
+    The data's digest proves the text, so what the text was made with may have changed.
+    """
+    earlier = _read_json(place, NOTE) if place.exists(NOTE) else {}
+    if earlier.get("target_hash") == target_hash:
+        remedy = "restore the target's files, or name another run folder or precompute.out"
+        require_same(
+            earlier.get("identity", {}), identity, f"shards in {place}", remedy, ("config",)
+        )
+
+
 def _prepare(place: Place, contract: Contract) -> Contract:
     """Make the place ready: shards of another contract are removed, of the same one kept.
 
     Returns:
         The contract to finish with: it says no more of the target than was recorded when its first shards were made.
 
-    Raises:
-        UserError: shards of the same weights and data, but of another config.
     """
     place.require_writable()
     names = place.names()
     wanted = contract.as_dict()
+    require_own_shards(place, contract.target_hash, contract.identity)
     earlier = _read_json(place, NOTE) if NOTE in names else {}
     if earlier | {"identity": {}} != wanted | {"identity": {}}:
         for name in names:
             place.remove(name)
         _write_json(place, NOTE, wanted)
         return contract
-    recorded = earlier.get("identity", {})
-    remedy = "restore the target's files, or name another run folder or precompute.out"
-    # The data's digest proves the text, so what the text was made with may have changed.
-    require_same(recorded, contract.identity, f"shards in {place}", remedy, ("config",))
+    recorded = earlier.get("identity")
     contract = replace(contract, identity=contract.identity if recorded else {})
     _write_json(place, NOTE, contract.as_dict())
     for name in names:  # an unfinished shard, or a killed writer's half
