@@ -26,7 +26,7 @@ from mtp_train.batches.pack import fill
 from mtp_train.core.dist import Ranks
 from mtp_train.core.errors import UserError
 from mtp_train.core.progress import progress, say
-from mtp_train.core.provenance import sealed, unsealed
+from mtp_train.core.provenance import sealed, unsealed, versions
 from mtp_train.core.records import TokenizedConversation
 from mtp_train.engine.clock import Clock
 from mtp_train.models.identity import Identity, require_same
@@ -40,6 +40,7 @@ from mtp_train.store.places import Place, join
 from mtp_train.store.shards import encode_shard, finish_store, open_shard, write_shard
 
 NOTE = "contract.json"
+REFERENCE = "reference.json"  # what rule 4 of the gate compared; with it, it is not compared again
 SPEED = "speed.json"  # what the last run measured, for plans
 GATE_ROWS = 64  # of a sequence that the gate looks at; in every WHOLE-th shard one sequence up to WHOLE_ROWS
 WHOLE = 16
@@ -129,6 +130,7 @@ def precompute(
     shards = plan_shards(lengths_of(sequences), config.rows_per_shard)
     if ranks.main:
         contract = _prepare(place, contract)
+        _check_reference(source, sequences, place)
     ranks.wait()
     todo = _missing(place, len(shards))
     ranks.wait()  # all have looked before anyone adds to it
@@ -291,6 +293,17 @@ def _prepare(place: Place, contract: Contract) -> Contract:
     return contract
 
 
+def _check_reference(
+    source: StateSource, sequences: Sequence[TokenizedConversation], place: Place
+) -> None:
+    """Rule 4 of the gate, unless it was passed for these shards with this version of transformers."""
+    version = versions()["transformers"]
+    known = _read_json(place, REFERENCE) if place.exists(REFERENCE) else {}
+    if known.get("transformers") != version and len(sequences):
+        compared = source.check_reference(sequences[0].tokens)
+        _write_json(place, REFERENCE, {"transformers": version, **compared})
+
+
 def _missing(place: Place, shards: int) -> list[int]:
     """Numbers of the shards that aren't done."""
     names = set(place.names())
@@ -304,7 +317,9 @@ def _finish(place: Place, contract: Contract, shards: int, accounting: dict[str,
         entries.append(ShardEntry(**note["entry"]))
         for name, value in note["gate"].items():
             setattr(gate, name, getattr(gate, name) + value)
-    manifest = finish_store(place.address, contract, entries, asdict(gate), accounting)
+    reference = _read_json(place, REFERENCE) if place.exists(REFERENCE) else {}
+    told = asdict(gate) | {"reference": reference}
+    manifest = finish_store(place.address, contract, entries, told, accounting)
     say(
         f"precompute {_name(place.address)}: {manifest.tokens} tokens in {shards} shards; "
         f"gate: {gate.rows} rows of {gate.sequences} sequences, {gate.ties} ties"
