@@ -31,7 +31,7 @@ from mtp_train.attention.paged import PagedContext, PagedKV, plan_batch
 from mtp_train.core.errors import UserError
 from mtp_train.core.progress import say
 from mtp_train.models.reference import reference_rows
-from mtp_train.models.target import POST_NORM, PRE_NORM, Target
+from mtp_train.models.target import POST_NORM, Target
 
 PAGE = 16
 PIECE = 512  # rows computed or projected at a time: bounds the mask [PIECE, L] and the logits [PIECE, V]
@@ -119,9 +119,9 @@ def _compared(target: Target, token_T: Tensor, states: tuple[str, ...]) -> dict[
     wanted = tuple(dict.fromkeys((*states, POST_NORM)))
     ours = target.capture(token_T, position_T, PackedContext([0, rows]), wanted)
     theirs, logits_TV = reference_rows(target, token_T)
-    pairs = {name: (ours[name], theirs[name]) for name in wanted if name != PRE_NORM}
-    if PRE_NORM in ours:  # transformers gives the streams between layers, and the normed one
-        pairs[PRE_NORM] = target.base.norm(ours[PRE_NORM]), theirs[POST_NORM]
+    pairs = {name: (ours[name], theirs[name]) for name in wanted if name in theirs}
+    for name in set(wanted) - set(pairs):  # of the last stream transformers gives the normed one
+        pairs[name] = target.base.norm(ours[name]), theirs[POST_NORM]
     pairs["logits"] = target.logits(ours[POST_NORM]), logits_TV
     errors = {name: float(_relative_error(*pair).median()) for name, pair in pairs.items()}
     exact = target.dtype == torch.float32 and not target.quantisation.endswith("_dynamic")
