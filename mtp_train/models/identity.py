@@ -120,9 +120,9 @@ def end_tokens(folder: Path) -> list[int]:
 
     As transformers and vLLM read them; the tokenizer's own end token comes beside these.
     """
-    generation = folder / "generation_config.json"
-    values = read_json(generation if generation.is_file() else folder / "config.json")
-    listed = values.get("eos_token_id")
+    there = (folder / name for name in ("generation_config.json", "config.json"))
+    first = next((path for path in there if path.is_file()), None)
+    listed = read_json(first).get("eos_token_id") if first else None  # a tokenizer may lie alone
     listed = listed if isinstance(listed, list) else [listed]
     return sorted({int(token) for token in listed if token is not None})
 
