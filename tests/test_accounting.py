@@ -14,7 +14,10 @@ from toy_families import CONFIGS, toy
 from toys import make_target, make_tokenizer
 
 from mtp_train.core.errors import UserError
+from mtp_train.export.layout import require_tensors
+from mtp_train.heads import native
 from mtp_train.heads.draft_model import DraftModelConfig, build
+from mtp_train.models import folder
 from mtp_train.models.accounting import require_accounted
 from mtp_train.models.folder import INDEX, SINGLE, weights_digest
 from mtp_train.models.sizes import folder_config
@@ -276,12 +279,21 @@ def test_a_draft_model_is_accounted_for(folders: dict[str, Path], tmp_path: Path
         build(make_target(), DraftModelConfig(path=str(tmp_path)))
 
 
+def test_fp8_without_scales_is_no_head() -> None:
+    """A head's folder that is imported, and MTP modules: values without their scales would be taken as they are."""
+    packed = {"fc.weight": torch.ones(4, 4).to(torch.float8_e4m3fn)}
+    with pytest.raises(UserError, match=r"16 bits or more.*fc.weight torch.float8_e4m3fn"):
+        require_tensors(packed, {"fc.weight": torch.ones(4, 4)})
+    with pytest.raises(UserError, match=r"scales must come together.*fc.weight_scale_inv"):
+        native.whole(packed, (4, 4))
+    scaled = native.whole(packed | {"fc.weight_scale_inv": torch.full((1, 1), 2.0)}, (4, 4))
+    assert torch.equal(scaled["fc.weight"], torch.full((4, 4), 2.0))
+
+
 def test_weights_are_hashed_once_while_they_stay_as_they_are(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied(folders["plain"], tmp_path)
-    from mtp_train.models import folder
-
     read: list[Path] = []
     whole = folder.file_digest
     monkeypatch.setattr(folder, "file_digest", lambda path: (read.append(path), whole(path))[1])
