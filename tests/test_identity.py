@@ -171,6 +171,15 @@ def test_a_record_is_read_as_this_version_would_write_it(original: Path) -> None
     ]
 
 
+def test_a_type_that_transformers_does_not_know_is_recorded_as_it_stands(folder: Path) -> None:
+    """States of such a target come from vLLM."""
+    retell(folder, model_type="of_tomorrow", use_cache=False)
+    one = folder_identity(folder)
+    assert one["config"]["model_type"] == "of_tomorrow" and "use_cache" not in one["config"]
+    turned(folder)
+    assert differences(one, folder_identity(folder)) == ["rope_parameters.rope_theta 10000 -> 100"]
+
+
 # --- who refuses what -----------------------------------------------------------------------------------------
 
 

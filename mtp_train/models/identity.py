@@ -111,8 +111,7 @@ def config_identity(config: PreTrainedConfig, kwargs: Mapping[str, Any] | None =
 
 def config_fields(config: PreTrainedConfig) -> dict[str, Any]:
     """A config's fields that may change a forward; unknown ones among them."""
-    fields: dict[str, Any] = plain(config.to_dict())
-    return {name: value for name, value in fields.items() if name not in CHANGES_NOTHING}
+    return _counted(plain(config.to_dict()))
 
 
 def end_tokens(folder: Path) -> list[int]:
@@ -173,10 +172,14 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
+def _counted(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in CHANGES_NOTHING}
+
+
 @cache
 def _folder_identity(folder: Path, _stamps: tuple[Stamp, ...]) -> str:
     found = {
-        "config": config_fields(_read_config(folder)),
+        "config": _read_config(folder),
         "tokenizer": _tokenizer(folder),
         "chat_template": _chat_template(folder),
         "end_tokens": end_tokens(folder),
@@ -184,16 +187,13 @@ def _folder_identity(folder: Path, _stamps: tuple[Stamp, ...]) -> str:
     return json.dumps(found)
 
 
-def _read_config(folder: Path) -> PreTrainedConfig:
+def _read_config(folder: Path) -> dict[str, Any]:
+    """The fields of config.json; as they stand there, where this version of transformers does not know the type."""
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            "a target's config.json must be one that transformers knows",
-            f"{folder}: {str(error).splitlines()[0]}",
-            "copy the file again, or choose another target",
-        ) from error
-    return config
+        return config_fields(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    except (OSError, ValueError):
+        values: dict[str, Any] = plain(read_json(folder / "config.json"))
+        return _counted(values)
 
 
 def _tokenizer(folder: Path) -> str:

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from mtp_train.core.errors import UserError
-from mtp_train.models.accounting import require_accounted
-from mtp_train.models.folder import require_model_folder
+from mtp_train.models.folder import read_headers, require_model_folder
 from mtp_train.models.identity import Identity, folder_identity
 from mtp_train.models.quantised import folder_quantisation
 from mtp_train.models.target import capped_logits, require_dtype, target_hash
@@ -40,7 +39,7 @@ class Readout:
         """Of the target in a local folder of safetensors."""
         folder = require_model_folder(path)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        require_accounted(folder, config, trust_remote_code=trust_remote_code)
+        read_headers(folder)  # whole files; which tensors a type has is vLLM's to check
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(
                 config, trust_remote_code=trust_remote_code

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from mtp_train.models.target import Target
 
 
+@torch.inference_mode(False)  # torchao's packed weights can't be passed on in it
 def sharing_model(target: Target) -> Any:
     """transformers' model of the target's folder, on the weights that the target holds."""
     if target.path is None:
@@ -31,6 +32,7 @@ def sharing_model(target: Target) -> Any:
         model: Any = AutoModelForCausalLM.from_config(
             config, dtype=target.dtype, attn_implementation="eager"
         )
+    model.requires_grad_(False)
     model.load_state_dict(target.model.state_dict(), assign=True)
     return model.to(target.device).eval()
 
