@@ -172,10 +172,11 @@ def _require_complete(
     folder: Path, missing: set[str], other: set[tuple[str, tuple[int, ...], tuple[int, ...]]]
 ) -> None:
     if missing:
+        tie = ", or say tie_word_embeddings in config.json if the lm_head is the embedding"
         raise UserError(
             "a model's files must hold all of its tensors: others would be random numbers",
             f"{folder} without {some(sorted(missing))}",
-            f"{COPY}; an lm_head that is the embedding needs tie_word_embeddings in config.json",
+            COPY + (tie if "lm_head.weight" in missing else ""),
         )
     if other:
         name, found, wanted = sorted(other)[0]
