@@ -913,6 +913,32 @@ def test_another_target_does_every_stage_again(
     load_head(folder / "run" / "train" / "head", Target.load(folder / "target", "float32"))
 
 
+def test_a_changed_config_is_refused_and_a_touched_one_is_not_felt(
+    capsys: pytest.CaptureFixture[str],
+    pipeline: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The weights' files are the same, so only the identity can tell."""
+    folder = copied(pipeline, tmp_path)
+    path = folder / "target" / "config.json"
+    values = json.loads(path.read_text())
+    told = json.loads((folder / "run" / "evaluate" / "evaluation.json").read_text())
+    assert told["identity"]["config"]["rope_parameters"]["rope_theta"] == 10000
+    path.write_text(json.dumps(dict(reversed((values | {"use_cache": False}).items()))))
+    assert again(capsys, folder) == dict.fromkeys(STAGES, False)
+    rope = {"rope_type": "default", "rope_theta": 100.0}
+    path.write_text(json.dumps(values | {"rope_parameters": rope}))
+    files = modified(folder)
+    monkeypatch.setattr(
+        Target, "load", lambda *_args, **_kwargs: pytest.fail("the target was loaded")
+    )
+    for stage in ("precompute", "train", "evaluate", "export"):
+        line = mistake(capsys, stage, *overrides(folder))
+        assert "rope_parameters.rope_theta 10000 -> 100" in line, stage
+    assert {path for path in files if path.suffix == ".safetensors"} <= modified(folder).keys()
+
+
 def test_a_quantised_target_is_another_target(
     capsys: pytest.CaptureFixture[str], pipeline: Path, tmp_path: Path
 ) -> None:

@@ -43,7 +43,7 @@ NEIGHBOURS = {
 
 # Library -> the only places (packages or files) that may import it.
 LIBRARIES = {
-    "accelerate": ("train", "core/dist.py", "cli/train.py"),
+    "accelerate": ("train", "core/dist.py", "cli/train.py", "models/reference.py"),
     "deepspeed": ("train", "core/dist.py", "cli/train.py"),
     "hydra": ("cli",),
     "omegaconf": ("cli",),

@@ -155,7 +155,8 @@ def test_the_gate_refuses_states_without_the_final_norm(
 def test_the_gate_refuses_the_states_of_another_sequence(
     monkeypatch: pytest.MonkeyPatch, toy_target: Target, tmp_path: Path
 ) -> None:
-    """DEFECTS 3: rows of a pack rolled by one."""
+    """DEFECTS 3: rows of a pack rolled by one. The comparison with transformers' own model would see it first."""
+    monkeypatch.setattr(EngineStates, "check_reference", lambda *_: {})
     forward = toy_target.forward
     monkeypatch.setattr(
         toy_target,

@@ -9,17 +9,22 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+from test_accounting import mxfp4, retell
+from test_deepseek_folder import FP8, published
 from toy_families import CONFIGS, toy
-from toys import conversations, make_lively_target, make_store
+from toys import conversations, make_lively_target, make_store, make_target, make_tokenizer
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
 from mtp_train.attention.packed import PackedContext
 from mtp_train.checkpoint.heads import HeadCard, load_head, save_checkpoint
+from mtp_train.cli.main import dispatch, guarded
 from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import SEAL
 from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.engine import Engine, EngineConfig
 from mtp_train.engine.sequences import Request
+from mtp_train.export.stage import ExportConfig, export_head
 from mtp_train.heads.eagle3 import Eagle3Config
 from mtp_train.heads.families import build_head
 from mtp_train.heads.medusa import MedusaConfig
@@ -261,8 +266,6 @@ def test_mxfp4_experts_are_multiplied_out(tmp_path: Path) -> None:
         tensors[f"{name}_scales"] = power.to(torch.uint8)
         numbers = table[codes].flatten(-2) * (2.0 ** (power - 127)).unsqueeze(-1)
         value.copy_(numbers.flatten(-2).transpose(1, 2))
-    from safetensors.torch import save_file
-
     values = json.loads(config.to_json_string()) | {
         "quantization_config": {"quant_method": "mxfp4"}
     }
@@ -288,3 +291,44 @@ def replace_path(target: Target) -> Target:
     """A target of unknown folder: no tokenizers to compare."""
     target.path = None
     return target
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8", "mxfp4"])
+def test_a_head_that_is_imported_for_a_quantised_target_can_be_evaluated(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The card that import writes says whose head it is, quantisation included."""
+    path, asked = quantised_folder(tmp_path / "target", name), "int8" if name == "int8" else "none"
+    make_tokenizer().save_pretrained(path)
+    target = Target.load(path, "float32", quantisation=asked)
+    head = build_head(target, MedusaConfig(), 0, torch.arange(target.vocab_size))
+    export_head(head, target, ExportConfig(), tmp_path / "export", {})
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"messages": [{"role": "user", "content": "a word"}]}) + "\n")
+    ours = [f"target.path={path}", "target.dtype=float32", f"target.quantisation={asked}"]
+    ours += [f"run={tmp_path / 'run'}", f"+evaluate.sets.own={prompts}"]
+    small = ["speed_prompts=0", "lossless_prompts=0", "drafts=2", "max_new_tokens=4"]
+    small += ["sampled_prompts=1"]
+    assert guarded(lambda: dispatch("import", [str(tmp_path / "export"), *ours])) == 0
+    card = load_head(tmp_path / "run" / "train" / "head", target)[1]
+    assert (card.quantisation, card.identity) == (name, target.identity)
+    more = [*ours, "head=medusa", *(f"evaluate.{one}" for one in small)]
+    status = guarded(lambda: dispatch("evaluate", more))
+    assert status == 0, capsys.readouterr().err
+    told = json.loads((tmp_path / "run" / "evaluate" / "evaluation.json").read_text())
+    assert told["target"]["quantisation"] == name
+    assert told["sets"]["own"]["greedy"]["prompts"] == 1
+
+
+def quantised_folder(path: Path, name: str) -> Path:
+    """A toy target's folder: plain for int8, else as published in fp8 blocks or with mxfp4 experts."""
+    gpt = CONFIGS["gpt_oss"].to_diff_dict() | {"hidden_size": 32, "intermediate_size": 64}
+    made = Target.from_config(type(CONFIGS["gpt_oss"])(**gpt)) if name == "mxfp4" else make_target()
+    made.model.save_pretrained(path)  # type: ignore[operator]
+    packed = {"fp8": (published, FP8), "mxfp4": (mxfp4, {"quant_method": "mxfp4"})}
+    if name in packed:
+        pack, values = packed[name]
+        tensors = pack(load_file(path / "model.safetensors"))
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        retell(path, quantization_config=values)
+    return path

@@ -33,6 +33,7 @@ from mtp_train.heads.base import DraftHead
 from mtp_train.heads.families import family_of, make_head
 from mtp_train.heads.mtp import MtpHead, deepen
 from mtp_train.heads.vocabulary import coverage, require_vocabulary
+from mtp_train.models.identity import FORWARD, TEXT, Identity, differences, require_same
 from mtp_train.models.target import Target
 
 TENSORS = "head.safetensors"
@@ -58,6 +59,7 @@ class HeadCard:
         state: the target state that its lm_head reads.
         files: SHA-256 of what lies beside the tensors, by name.
         quantisation: of the target that it was trained for.
+        identity: of that target and its text, by field (models.identity); empty on cards of earlier versions.
         config: how it was trained.
         head: how it is made: the fields of its family's dataclass. `save_checkpoint` fills it in, and the hashes.
         measured: acceptance through the engine at this step, where training measured it: tau and what stands behind it.
@@ -72,6 +74,7 @@ class HeadCard:
     sha256: str = ""  # of the tensor file
     files: dict[str, str] = field(default_factory=dict)
     quantisation: str = "none"
+    identity: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=versions)
     head: dict[str, Any] = field(default_factory=dict)  # empty: the family's defaults
@@ -212,6 +215,19 @@ def require_match(card: HeadCard, target: Target, *, same_weights: bool = True) 
                 found,
                 "name the target it was trained for",
             )
+    if same_weights:
+        require_own_config(card, target.identity)
+        told = differences(card.identity, target.identity, TEXT)
+    else:
+        told = differences(card.identity, target.identity)
+    if told:
+        say(f"head: its target or text was another: {'; '.join(told)}")
+
+
+def require_own_config(card: HeadCard, identity: Identity) -> None:
+    """Raise unless the head was trained under this config and tokenizer. Loads no target."""
+    remedy = "restore the target's files, or warm start from this head for the changed target"
+    require_same(card.identity, identity, "a head", remedy, FORWARD)
 
 
 def load_tensors(path: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:

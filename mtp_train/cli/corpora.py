@@ -9,11 +9,13 @@ from typing import Any
 from mtp_train.cli.job import Job
 from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import digest
+from mtp_train.models.identity import TEXT
 from mtp_train.precompute.corpus import make_corpus
 from mtp_train.store.corpus import Corpus
 from mtp_train.text.sources import DataConfig, sources_digest
 
 SETS = ("train", "heldout")
+TEXTS = ("tokenizer", *TEXT)  # of the target's identity: what its text is made with
 
 
 def text_inputs(job: Job) -> Any:
@@ -52,7 +54,7 @@ def corpora(job: Job) -> dict[str, Corpus]:
             answered,
             data,
             job.template,
-            digest([job.target_inputs["texts"], job.template.options]),
+            digest([job.target_inputs[name] for name in TEXTS]),
             job.vocabulary,
         )
     return found

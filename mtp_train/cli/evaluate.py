@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mtp_train.checkpoint.heads import HeadCard, load_head, read_card
+from mtp_train.checkpoint.heads import CARD, HeadCard, load_head, read_card, require_own_config
 from mtp_train.cli.job import Job
 from mtp_train.cli.main import dispatch, guarded
 from mtp_train.cli.run_folder import run_stage
@@ -35,6 +35,8 @@ def stage(job: Job) -> None:
     prompts = {name: sources_digest(read_sources(value)) for name, value in config.sets.items()}
     values = {key: value for key, value in asdict(config).items() if key != "sets"}
     inputs = [values, prompts, asdict(job.engine_config), _before(job, config), job.target_inputs]
+    if (job.folder.head / CARD).is_file():  # before the stage's outputs are taken away
+        require_own_config(read_card(job.folder.head), job.target_identity)
     run_stage(
         job.folder,
         "evaluate",
@@ -127,6 +129,7 @@ def _provenance(
             "vocab_size": target.vocab_size,
             "layers": target.layers,
         },
+        "identity": target.identity,
         "head": {
             "family": card.family,
             "parameters": sum(p.numel() for p in head.parameters()),

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mtp_train.checkpoint.heads import load_head, read_card
+from mtp_train.checkpoint.heads import load_head, read_card, require_own_config
 from mtp_train.cli.job import Job
 from mtp_train.cli.run_folder import run_stage
 from mtp_train.core.progress import say
@@ -20,7 +20,9 @@ from mtp_train.heads.families import make_settings
 def stage(job: Job) -> None:
     config: ExportConfig = job.section("export", ExportConfig)
     job.folder.require("train")
-    out = job.folder.export(layout_of(config, read_card(job.folder.head).family).name)
+    card = read_card(job.folder.head)
+    require_own_config(card, job.target_identity)
+    out = job.folder.export(layout_of(config, card.family).name)
     before = [
         job.folder.require("train")["outputs"],
         job.folder.evaluation.is_file() and job.folder.require("evaluate")["outputs"],

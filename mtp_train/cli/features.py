@@ -13,6 +13,7 @@ from mtp_train.cli.corpora import SETS
 from mtp_train.cli.job import Job
 from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import digest, file_digest
+from mtp_train.models.identity import require_same
 from mtp_train.models.target import Target
 from mtp_train.precompute import live
 from mtp_train.precompute.live import LiveFeatures, LiveManifest
@@ -81,6 +82,20 @@ def require_current(job: Job, recorded: str) -> None:
             f"others, with precompute.live={str(is_live).lower()}",
             "give it the same precompute keys, or run precompute again with these",
         )
+
+
+def require_same_target(job: Job) -> None:
+    """Raise, before a target is loaded, if the features there are of another config or text."""
+    is_live = config_of(job).live
+    for name in SETS if whole(job, is_live) else ():
+        contract = (
+            LiveManifest.load(job.folder.corpus(name)).contract
+            if is_live
+            else manifest.load_manifest(job.features(name)).contract
+        )
+        if contract.identity:
+            remedy = "restore the target's files, or run precompute again in another run folder"
+            require_same(contract.identity, job.target_identity, f"features of {name}", remedy)
 
 
 def config_of(job: Job) -> PrecomputeConfig:

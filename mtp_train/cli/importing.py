@@ -59,6 +59,8 @@ def _work(job: Job, folder: Path) -> Any:
         target.hidden_size,
         target.vocab_size,
         step=0,
+        quantisation=target.quantisation,
+        identity=target.identity,
         config={"imported": str(folder.resolve()), "layout": layout.name},
         head=asdict(head.config),
     )

@@ -18,19 +18,20 @@ from mtp_train.cli.config import load_config, section
 from mtp_train.cli.run_folder import RunFolder
 from mtp_train.core.dist import Ranks, launched_ranks
 from mtp_train.core.errors import UserError
-from mtp_train.core.provenance import folder_digest, read_json
+from mtp_train.core.provenance import read_json
 from mtp_train.engine.engine import EngineConfig
 from mtp_train.evaluate.stage import EvaluateConfig
 from mtp_train.export.formats import usual
 from mtp_train.export.layout import Layout
 from mtp_train.export.stage import ExportConfig, require_servable
 from mtp_train.heads.families import family_of
+from mtp_train.models.folder import require_model_folder
+from mtp_train.models.identity import Identity, folder_identity
 from mtp_train.models.quantised import NONE, require_quantisation
 from mtp_train.models.target import (
     Target,
     load_tokenizer,
     require_dtype,
-    require_model_folder,
     stop_tokens,
     target_hash,
 )
@@ -122,11 +123,9 @@ class Process:
 
     Attributes:
         targets: by path, dtype, quantisation and how much of it, "whole" or "ends".
-        digests: of a target folder's weights and texts, by path and quantisation.
     """
 
     targets: dict[tuple[str, str, str, str], Target] = field(default_factory=dict)
-    digests: dict[tuple[str, str], tuple[str, list[str]]] = field(default_factory=dict)
 
     @cached_property
     def ranks(self) -> Ranks:
@@ -217,6 +216,7 @@ class Job:
                 ends=ends,
                 quantisation=values.quantisation,
             )
+        targets[wanted].chat_template_kwargs = values.chat_template_kwargs
         return targets[wanted]
 
     @property
@@ -227,21 +227,17 @@ class Job:
         )
 
     @cached_property
+    def target_identity(self) -> Identity:
+        """The target's config and text by field, from its files."""
+        values = self.target_config
+        return folder_identity(require_model_folder(values.path), values.chat_template_kwargs)
+
+    @cached_property
     def target_inputs(self) -> dict[str, Any]:
         """What of the target a stage depends on."""
-        values, digests = self.target_config, self.process.digests
-        folder = require_model_folder(values.path)
-        key = values.path, values.quantisation
-        if key not in digests:
-            texts = [folder_digest(folder, pattern) for pattern in ("*.json", "*.jinja")]
-            digests[key] = target_hash(folder, values.quantisation), texts
-        weights, texts = digests[key]
-        return {
-            "hash": weights,
-            "texts": texts,
-            "dtype": values.dtype,
-            "chat_template_kwargs": values.chat_template_kwargs,
-        }
+        values = self.target_config
+        weights = target_hash(values.path, values.quantisation)
+        return {"hash": weights, "dtype": values.dtype, **self.target_identity}
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from mtp_train.cli import features
-from mtp_train.cli.corpora import corpora, text_inputs
+from mtp_train.cli.corpora import SETS, corpora, text_inputs
 from mtp_train.cli.job import Job
 from mtp_train.cli.main import guarded
 from mtp_train.cli.plan import announce
@@ -21,14 +21,18 @@ from mtp_train.models.readout import Readout
 from mtp_train.precompute.estimate import PlanConfig
 from mtp_train.precompute.live import prepare_live
 from mtp_train.precompute.sources import EngineStates, StateSource
-from mtp_train.precompute.stage import PrecomputeConfig, precompute
+from mtp_train.precompute.stage import PrecomputeConfig, precompute, require_own_shards
 from mtp_train.precompute.vllm_states import VllmStates
 from mtp_train.store.corpus import Corpus
+from mtp_train.store.places import Place
 
 
 def stage(job: Job) -> None:
     config: PrecomputeConfig = job.section("precompute", PrecomputeConfig)
     ranks = job.process.ranks
+    for name in () if config.live else SETS:  # before the stage's stamp is taken away
+        place, weights = Place(job.features(name)), job.target_inputs["hash"]
+        require_own_shards(place, weights, job.target_identity)
     wanted = replace(config, out="", tensor_parallel=1)  # neither decides what the features are
     run_stage(
         job.folder,
@@ -78,6 +82,7 @@ def _source(job: Job, config: PrecomputeConfig, stack: ExitStack) -> StateSource
             "leave precompute.vllm.python empty, or name a folder that is quantised already",
         )
     readout = Readout.load(values.path, values.dtype, trust_remote_code=values.trust_remote_code)
+    readout.chat_template_kwargs = values.chat_template_kwargs
     return stack.enter_context(VllmStates(readout, config.vllm, values.dtype, config.states))
 
 

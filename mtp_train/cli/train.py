@@ -12,7 +12,12 @@ from accelerate import Accelerator
 from torch import distributed
 
 from mtp_train.checkpoint.heads import CARD, TENSORS, find_checkpoints, read_card, warm_start
-from mtp_train.cli.features import open_features, require_current, trained_counts
+from mtp_train.cli.features import (
+    open_features,
+    require_current,
+    require_same_target,
+    trained_counts,
+)
 from mtp_train.cli.job import PRECISIONS, Job
 from mtp_train.cli.main import dispatch, guarded
 from mtp_train.cli.run_folder import run_stage
@@ -45,6 +50,7 @@ def fit(job: Job) -> None:
     head_config = job.head_config
     before = job.folder.require("precompute")["outputs"]
     require_current(job, before)
+    require_same_target(job)
     data = [
         asdict(head_config),
         before,

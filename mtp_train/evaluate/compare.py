@@ -20,6 +20,7 @@ from mtp_train.engine.schemes import SchemeConfig
 from mtp_train.evaluate.acceptance import Table, weights
 from mtp_train.evaluate.grid import Cell
 from mtp_train.evaluate.runs import Run, read_run
+from mtp_train.models.identity import FORWARD, require_same
 
 MODES = ("greedy", "sampled")
 EVALUATION = "evaluation.json"
@@ -48,6 +49,7 @@ def compare_runs(folders: Sequence[Path | str]) -> dict[str, Any]:
     left: list[dict[str, Any]] = []
     sets: list[dict[str, Any]] = []
     for a, b in combinations(found, 2):
+        _require_same_target(a, b)
         sets += [
             {"set": name, "only": one.name, "not_in": other.name}
             for one, other in ((a, b), (b, a))
@@ -110,6 +112,14 @@ def _read(folder: Path) -> Evaluated:
             "run the evaluate stage again",
         )
     return Evaluated("", place.resolve(), evaluation)
+
+
+def _require_same_target(a: Evaluated, b: Evaluated) -> None:
+    """Raise where the same weights ran under two configs. Runs of other weights are compared, and the page says so."""
+    then, now = (one.evaluation.get("identity", {}) for one in (a, b))
+    if then and now and a.evaluation["target"]["hash"] == b.evaluation["target"]["hash"]:
+        what = f"the evaluations {a.name} and {b.name}"
+        require_same(then, now, what, "evaluate both with one config.json", FORWARD)
 
 
 def _names(found: Sequence[Evaluated]) -> list[str]:

@@ -198,6 +198,12 @@ def require_tensors(
                 f"{name} {tensor.dtype} for {expected.dtype}",
                 "export the head again",
             )
+        if tensor.is_floating_point() and tensor.element_size() < 2:
+            raise UserError(
+                "a head's weights must be of 16 bits or more: fp8 means nothing without its scales",
+                f"{name} {tensor.dtype}",
+                "take the head's plain weights",
+            )
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise UserError("a head's weights must be finite", name, "use an earlier export")
 

@@ -28,6 +28,7 @@ from mtp_train.export.files import CONFIG
 from mtp_train.export.formats import AUTO, LAYOUTS, USUAL, recognised, usual
 from mtp_train.export.layout import Layout
 from mtp_train.heads.base import DraftHead
+from mtp_train.models.identity import FORWARD, require_same
 from mtp_train.models.target import Target
 
 FORMATS = (AUTO, *LAYOUTS)
@@ -136,6 +137,7 @@ def write_record(
     record = {
         "layout": layout.name,
         "target_hash": target.hash,
+        "identity": target.identity,
         "source": source,
         "head": asdict(head.config),
         "files": file_digests(folder),
@@ -163,6 +165,8 @@ def require_record(folder: Path, target: Target) -> None:
             record["target_hash"],
             "name the target it was trained for, and warm start from it for another",
         )
+    remedy = "restore the target's files, or warm start from the head for the changed target"
+    require_same(record.get("identity", {}), target.identity, "an export", remedy, FORWARD)
 
 
 def remove_earlier(folder: Path, source: str) -> list[str]:

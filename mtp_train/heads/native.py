@@ -274,6 +274,12 @@ def whole(tensors: dict[str, Tensor], block: tuple[int, int]) -> dict[str, Tenso
         scale = tensors.get(name + SCALE)
         if scale is not None:
             value = times_scales(value, scale, block)
+        elif value.element_size() < 2:
+            raise UserError(
+                "an fp8 matrix and its scales must come together",
+                f"{name} {value.dtype} without {name}{SCALE}",
+                "copy the files again, or use another checkpoint",
+            )
         made[name] = value
     return made
 

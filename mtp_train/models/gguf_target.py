@@ -189,9 +189,18 @@ def convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with quiet_transformers():
-        loaded = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16
+        made: Any = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, output_loading_info=True
         )
+        loaded, found = made
+        shapes = {name for name, *_ in found["mismatched_keys"]}
+        odd = sorted(found["missing_keys"] | found["unexpected_keys"] | shapes)
+        if odd:
+            raise UserError(
+                "a GGUF file must hold the model's tensors, all of them and no others",
+                f"{gguf} with {odd[0]} missing, left over or of another shape",
+                "install the versions in constraints.txt",
+            )
         model = AutoModelForCausalLM.from_config(plain_config(loaded.config), dtype=torch.bfloat16)
         model.load_state_dict(loaded.state_dict())
         model.save_pretrained(folder)

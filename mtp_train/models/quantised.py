@@ -84,9 +84,20 @@ def folder_quantisation(folder: Path) -> str:
 
 def scale_block(folder: Path | None) -> tuple[int, int]:
     """Rows and columns of an fp8 folder's matrices that share a scale; the usual ones without a folder."""
-    values = (read_json(folder / "config.json").get("quantization_config") if folder else {}) or {}
+    values = read_json(folder / "config.json").get("quantization_config") if folder else None
+    return scale_block_in(values or {})
+
+
+def scale_block_in(values: dict[str, Any]) -> tuple[int, int]:
+    """As `scale_block`, of a config's `quantization_config`."""
     rows, columns = values.get("weight_block_size") or SCALE_BLOCK
     return int(rows), int(columns)
+
+
+def scale_grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    """Scales of an fp8 matrix [N, K] or of a stack of them: the last blocks may be smaller."""
+    *stack, rows, columns = shape
+    return (*stack, -(-rows // block[0]), -(-columns // block[1]))
 
 
 def loading(config: PreTrainedConfig, wanted: str, device: str) -> tuple[str, dict[str, Any]]:
@@ -150,7 +161,7 @@ def times_scales(value: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor
     DeepSeek-V3's `weight_scale_inv`: the last blocks may be smaller, as in the 576 rows of its kv_a_proj_with_mqa.
     """
     rows, columns = value.shape
-    grid = (-(-rows // block[0]), -(-columns // block[1]))
+    grid = scale_grid((rows, columns), block)
     if scale.shape != grid:
         raise UserError(
             f"an fp8 matrix {(rows, columns)} must have a scale per {block} block, {grid}",

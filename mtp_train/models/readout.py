@@ -17,13 +17,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from mtp_train.core.errors import UserError
+from mtp_train.models.folder import read_headers, require_model_folder
+from mtp_train.models.identity import Identity, folder_identity
 from mtp_train.models.quantised import folder_quantisation
-from mtp_train.models.target import (
-    capped_logits,
-    require_dtype,
-    require_model_folder,
-    target_hash,
-)
+from mtp_train.models.target import capped_logits, require_dtype, target_hash
 
 INDEX = "model.safetensors.index.json"
 
@@ -35,12 +32,14 @@ class Readout:
         self, config: PreTrainedConfig, norm: nn.Module, lm_head: Tensor, path: Path
     ) -> None:
         self.config, self.norm, self.lm_head_VD, self.path = config, norm, lm_head, path
+        self.chat_template_kwargs: dict[str, Any] = {}  # what its text is rendered with
 
     @classmethod
     def load(cls, path: str | Path, dtype: str, *, trust_remote_code: bool = False) -> Readout:
         """Of the target in a local folder of safetensors."""
         folder = require_model_folder(path)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        read_headers(folder)  # whole files; which tensors a type has is vLLM's to check
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(
                 config, trust_remote_code=trust_remote_code
@@ -60,6 +59,10 @@ class Readout:
     @property
     def hash(self) -> str:
         return target_hash(self.path)
+
+    @property
+    def identity(self) -> Identity:
+        return folder_identity(self.path, self.chat_template_kwargs)
 
     @property
     def quantisation(self) -> str:

@@ -23,7 +23,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GenerationConfig,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
@@ -31,7 +30,15 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from mtp_train.attention import interface
 from mtp_train.core.errors import UserError
-from mtp_train.core.provenance import digest, folder_digest
+from mtp_train.core.provenance import digest
+from mtp_train.models.accounting import require_accounted
+from mtp_train.models.folder import require_model_folder, weights_digest
+from mtp_train.models.identity import (
+    Identity,
+    config_identity,
+    end_tokens,
+    folder_identity,
+)
 from mtp_train.models.packed import pack_linears
 from mtp_train.models.partial import ends_only
 from mtp_train.models.quantised import (
@@ -83,6 +90,7 @@ class Target:
         pack_linears(self.model)
         self.path = path
         self.quantisation = quantisation
+        self.chat_template_kwargs: dict[str, Any] = {}  # what its text is rendered with
         self.tensor_parallel = tensor_parallel
         self.config: PreTrainedConfig = cast(Any, model).config
         self.base: Any = cast(Any, model).base_model
@@ -115,6 +123,7 @@ class Target:
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
             require_architecture(config)
+            require_accounted(folder, config, device, trust_remote_code=trust_remote_code)
             quantised, asked = loading(config, quantisation, device)
             if tensor_parallel > 1:
                 _require_plain(quantised, tensor_parallel)
@@ -264,6 +273,13 @@ class Target:
     def hash(self) -> str:
         """Digest of the weights: heads and features are bound to it."""
         return target_hash(self.path, self.quantisation) if self.path else "unsaved"
+
+    @property
+    def identity(self) -> Identity:
+        """What else heads and features are bound to, by name: config and text."""
+        if self.path:
+            return folder_identity(self.path, self.chat_template_kwargs)
+        return config_identity(self.config, self.chat_template_kwargs)
 
 
 def transformers_own(target: Target) -> nn.Module:
@@ -425,7 +441,7 @@ def _require_plain(quantised: str, size: int) -> None:
 def target_hash(path: str | Path, quantisation: str = NONE) -> str:
     """Digest of a target folder's weight files, and of how they are quantised when loaded (16 hex digits)."""
     folder = require_model_folder(path)
-    files = folder_digest(folder)
+    files = weights_digest(folder)
     as_they_are = quantisation in (NONE, folder_quantisation(folder))
     return files if as_they_are else digest([files, quantisation])
 
@@ -444,30 +460,10 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, folder: Path | None) -> frozenset[int]:
-    """Tokens that end an answer in serving: the tokenizer's end and those of the folder's generation config."""
-    found = [tokenizer.eos_token_id]
-    if folder is not None and (folder / "generation_config.json").is_file():
-        listed = GenerationConfig.from_pretrained(folder).eos_token_id
-        found += listed if isinstance(listed, list) else [listed]
-    return frozenset(int(token) for token in found if token is not None)
-
-
-def require_model_folder(path: str | Path) -> Path:
-    """The folder, if it holds a config and safetensors; else a `UserError` that says what is missing."""
-    folder = Path(path)
-    if not (folder / "config.json").is_file():
-        raise UserError(
-            "target.path must be a model folder with config.json",
-            folder,
-            "download the target there or name another folder",
-        )
-    if not any(folder.glob("*.safetensors")):
-        raise UserError(
-            "a target's weights must be safetensors",
-            f"{folder} without any",
-            "convert the checkpoint to safetensors",
-        )
-    return folder
+    """Tokens that end an answer in serving: the tokenizer's end and those that the folder's configs name."""
+    own = tokenizer.eos_token_id
+    named = end_tokens(folder) if folder is not None else []
+    return frozenset([*named, *([] if own is None else [int(own)])])
 
 
 def require_dtype(name: str) -> torch.dtype:

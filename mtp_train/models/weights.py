@@ -11,9 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mtp_train.core.errors import UserError
-from mtp_train.models.target import require_model_folder
-
-INDEX = "model.safetensors.index.json"
+from mtp_train.models.folder import INDEX, require_model_folder
 
 
 def find_tensors(path: str | Path) -> dict[str, Path]:

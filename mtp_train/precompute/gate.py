@@ -2,11 +2,13 @@
 
 For a sample of sequences per shard the engine's paged path (prefill of the first part, then the rest over the cache)
 computes the rows once more, and the store gives back what it holds. A wrong norm, layer, order or file shows here,
-before anything is trained on it. Three rules:
+before anything is trained on it. Four rules:
 
 1. argmax(lm_head(captured post-norm row)) is the engine's token (a tie within rounding is counted);
 2. any other captured state is the engine's own, up to rounding;
-3. what is read back from the shard is what was captured, up to the codec's stated error.
+3. what is read back from the shard is what was captured, up to the codec's stated error;
+4. at a target's first use, the rows of a short text are those of transformers' own model with transformers' own
+   attention on the same weights, up to rounding: states and logits.
 
 Knows no file.
 
@@ -18,13 +20,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from mtp_train.attention.packed import PackedContext
 from mtp_train.attention.paged import PagedContext, PagedKV, plan_batch
 from mtp_train.core.errors import UserError
-from mtp_train.models.target import POST_NORM, Target
+from mtp_train.core.progress import say
+from mtp_train.models.reference import reference_rows
+from mtp_train.models.target import POST_NORM, Target, layer_of
 
 PAGE = 16
 PIECE = 512  # rows computed or projected at a time: bounds the mask [PIECE, L] and the logits [PIECE, V]
@@ -32,11 +39,16 @@ TIE_ULPS = (
     4  # choices whose logits are closer than this many units of the dtype's precision are a tie
 )
 STATE_ERROR = 0.05  # median over rows of |captured - engine's| / |engine's|; a neighbouring layer is several times that
+REFERENCE_ROWS = 64  # of one text: rule 4
+REFERENCE_EPS = 3  # rule 4: units of the dtype's precision times the root of the layers; 0.5 was seen on SmolLM2
+EXACT_ERROR = 1e-3  # rule 4: at least this; where activations are rounded to integers, STATE_ERROR
+FIRST_LAYER = "layer_1"  # always compared: there least rounding has added up
 CODEC_ERROR = {
     "raw": 0.0,
     "lossless": 0.0,
     "fp8": 0.06,
 }  # of a row, relative; e4m3 rounds by 2^-4 at most
+_references: WeakKeyDictionary[Target, dict[tuple[str, ...], dict[str, Any]]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -85,6 +97,53 @@ def check_stored(
                 f"sequence {key!r} with a relative error of {float(error):.3g}",
                 "check the disk, and run precompute again",
             )
+
+
+def check_reference(target: Target, tokens: Sequence[int], states: Sequence[str]) -> dict[str, Any]:
+    """Rule 4, once for a target in a process; what was compared, for the manifest.
+
+    The median over rows of the relative error, of the first layer, each state and the logits. A target that several
+    ranks hold is not compared: transformers' model of it would have to be spread in the same way.
+    """
+    if target.tensor_parallel > 1:
+        say("gate: a target held by several ranks is not compared with transformers' own model")
+        return {}
+    known = _references.setdefault(target, {})
+    key = tuple(states)
+    if key not in known:
+        known[key] = _compared(target, torch.tensor(tokens[:REFERENCE_ROWS]), key)
+    return known[key]
+
+
+def _compared(target: Target, token_T: Tensor, states: tuple[str, ...]) -> dict[str, Any]:
+    rows, token_T = len(token_T), token_T.to(target.device)
+    position_T = torch.arange(rows, device=target.device)
+    wanted = tuple(dict.fromkeys((FIRST_LAYER, *states, POST_NORM)))
+    ours = target.capture(token_T, position_T, PackedContext([0, rows]), wanted)
+    theirs, logits_TV = reference_rows(target, token_T)
+    pairs = {name: (ours[name], theirs[name]) for name in wanted if name in theirs}
+    for name in set(wanted) - set(pairs):  # of the last stream transformers gives the normed one
+        pairs[name] = target.base.norm(ours[name]), theirs[POST_NORM]
+    pairs["logits"] = target.logits(ours[POST_NORM]), logits_TV
+    told = {}
+    for name, pair in pairs.items():
+        error, tolerance = float(_relative_error(*pair).median()), _tolerance(target, name)
+        told[name] = {"error": error, "tolerance": tolerance}
+        if not error <= tolerance:
+            raise UserError(
+                f"a target's {name} must be those of transformers' own model, to {tolerance:.2g}",
+                f"a median relative error of {error:.3g} over {rows} rows",
+                "check the target's config.json and the attention backend; report it otherwise",
+            )
+    return {"rows": rows, "compared": told}
+
+
+def _tolerance(target: Target, name: str) -> float:
+    """Of a state's relative error: rounding adds up over layers as in a random walk."""
+    above = name in (POST_NORM, "logits")
+    layer = target.layers if above else layer_of(name, target.layers)
+    rounding = REFERENCE_EPS * torch.finfo(target.dtype).eps * max(layer, 1) ** 0.5
+    return max(rounding, STATE_ERROR if target.quantisation.endswith("_dynamic") else EXACT_ERROR)
 
 
 def check_choices(target: Target, samples: Sequence[Sample], result: GateResult) -> None:

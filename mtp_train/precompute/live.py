@@ -21,8 +21,9 @@ from mtp_train.batches.pack import fill
 from mtp_train.core.errors import UserError
 from mtp_train.core.progress import say
 from mtp_train.core.provenance import read_json, versions, write_json
+from mtp_train.models.identity import require_same
 from mtp_train.models.target import Target
-from mtp_train.precompute.gate import GateResult, Sample, check_choices, check_rows
+from mtp_train.precompute.gate import GateResult, Sample, check_choices, check_reference, check_rows
 from mtp_train.precompute.sources import expand_states, packed_states
 from mtp_train.precompute.stage import GATE_ROWS, WHOLE, WHOLE_ROWS, PrecomputeConfig, plan_shards
 from mtp_train.store.corpus import Corpus
@@ -81,6 +82,7 @@ class LiveFeatures:
             dtype=_dtype(target),
             data_digest=corpus.note.digest,
         )
+        require_same(contract.identity, target.identity, "live features", REMEDY)
         contract.require_states(*(states or ()))
         self.target, self.corpus, self.manifest = target, corpus, manifest
         self.states: tuple[str, ...] = tuple(states or contract.states)
@@ -167,13 +169,14 @@ def prepare_live(target: Target, corpus: Corpus, config: PrecomputeConfig) -> Li
     states = expand_states(config.states, target.layers)
     shards = min(len(plan_shards(corpus.lengths, config.rows_per_shard)), WHOLE)
     result = gate(target, corpus, states, config.rows_per_forward, config.gate_sequences * shards)
+    reference = check_reference(target, corpus[0].tokens, states) if len(corpus) else {}
     note = corpus.note
     manifest = LiveManifest(
         _contract(target, states, note.digest),
         note.sequences,
         note.tokens,
         note.loss_tokens,
-        asdict(result),
+        asdict(result) | {"reference": reference},
         note.accounting,
     )
     write_json(corpus.folder / NAME, asdict(manifest))
@@ -196,6 +199,7 @@ def _contract(target: Target, states: tuple[str, ...], data_digest: str) -> Cont
         rows_per_shard=0,  # no shards
         rows_per_forward=0,  # as the packs are
         quantisation=target.quantisation,
+        identity=target.identity,
     )
 
 

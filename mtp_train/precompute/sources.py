@@ -15,8 +15,9 @@ from torch import Tensor
 
 from mtp_train.attention.packed import PackedContext
 from mtp_train.core.records import TokenizedConversation
+from mtp_train.models.identity import Identity
 from mtp_train.models.target import Target, eagle3_states, layer_of
-from mtp_train.precompute.gate import GateResult, Sample, check_choices
+from mtp_train.precompute.gate import GateResult, Sample, check_choices, check_reference
 
 EAGLE3 = "eagle3"  # stands for three auxiliary layers
 
@@ -41,6 +42,7 @@ class StateSource(Protocol):
     states: tuple[str, ...]
     target_hash: str
     quantisation: str
+    identity: Identity
     hidden_size: int
     vocab_size: int
     dtype: str
@@ -53,6 +55,10 @@ class StateSource(Protocol):
         """Hold captured states against the implementation's own choices."""
         ...
 
+    def check_reference(self, tokens: Sequence[int]) -> dict[str, Any]:
+        """Hold the implementation against transformers' own model on a short text; what was compared."""
+        ...
+
 
 class EngineStates:
     """Our engine's packed prefill: sequences end to end in one ragged forward, checked against its paged path."""
@@ -63,6 +69,7 @@ class EngineStates:
         self.target = target
         self.states = expand_states(states, target.layers)
         self.target_hash, self.quantisation = target.hash, target.quantisation
+        self.identity = target.identity
         self.hidden_size, self.vocab_size = target.hidden_size, target.vocab_size
         self.dtype = str(target.dtype).removeprefix("torch.")
 
@@ -73,6 +80,9 @@ class EngineStates:
 
     def check(self, samples: Sequence[Sample], result: GateResult) -> None:
         check_choices(self.target, samples, result)
+
+    def check_reference(self, tokens: Sequence[int]) -> dict[str, Any]:
+        return check_reference(self.target, tokens, self.states)
 
 
 def packed_states(

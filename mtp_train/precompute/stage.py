@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,10 @@ from mtp_train.batches.pack import fill
 from mtp_train.core.dist import Ranks
 from mtp_train.core.errors import UserError
 from mtp_train.core.progress import progress, say
-from mtp_train.core.provenance import sealed, unsealed
+from mtp_train.core.provenance import sealed, unsealed, versions
 from mtp_train.core.records import TokenizedConversation
 from mtp_train.engine.clock import Clock
+from mtp_train.models.identity import Identity, require_same
 from mtp_train.precompute.gate import GateResult, Sample, check_rows, check_stored
 from mtp_train.precompute.sources import StateSource, VllmConfig
 from mtp_train.store.codecs import find_codec
@@ -39,6 +40,7 @@ from mtp_train.store.places import Place, join
 from mtp_train.store.shards import encode_shard, finish_store, open_shard, write_shard
 
 NOTE = "contract.json"
+REFERENCE = "reference.json"  # what rule 4 of the gate compared; with it, it is not compared again
 SPEED = "speed.json"  # what the last run measured, for plans
 GATE_ROWS = 64  # of a sequence that the gate looks at; in every WHOLE-th shard one sequence up to WHOLE_ROWS
 WHOLE = 16
@@ -103,6 +105,7 @@ def contract_for(
         rows_per_shard=config.rows_per_shard,
         rows_per_forward=config.rows_per_forward,
         quantisation=source.quantisation,
+        identity=source.identity,
     )
 
 
@@ -126,7 +129,8 @@ def precompute(
     contract = contract_for(source, sequences, config)
     shards = plan_shards(lengths_of(sequences), config.rows_per_shard)
     if ranks.main:
-        _prepare(place, contract)
+        contract = _prepare(place, contract)
+        _check_reference(source, sequences, place)
     ranks.wait()
     todo = _missing(place, len(shards))
     ranks.wait()  # all have looked before anyone adds to it
@@ -249,20 +253,55 @@ def _sample(made: _Made, count: int) -> list[tuple[int, int]]:
     ]
 
 
-def _prepare(place: Place, contract: Contract) -> None:
-    """Make the place ready: shards of another contract are removed, of the same one kept."""
+def require_own_shards(place: Place, target_hash: str, identity: Identity) -> None:
+    """Raise if shards of the same weights lie there that were made under another config.
+
+    The data's digest proves the text, so what the text was made with may have changed.
+    """
+    earlier = _read_json(place, NOTE) if place.exists(NOTE) else {}
+    if earlier.get("target_hash") == target_hash:
+        remedy = "restore the target's files, or name another run folder or precompute.out"
+        require_same(
+            earlier.get("identity", {}), identity, f"shards in {place}", remedy, ("config",)
+        )
+
+
+def _prepare(place: Place, contract: Contract) -> Contract:
+    """Make the place ready: shards of another contract are removed, of the same one kept.
+
+    Returns:
+        The contract to finish with: it says no more of the target than was recorded when its first shards were made.
+
+    """
     place.require_writable()
     names = place.names()
     wanted = contract.as_dict()
-    if NOTE not in names or _read_json(place, NOTE) != wanted:
+    require_own_shards(place, contract.target_hash, contract.identity)
+    earlier = _read_json(place, NOTE) if NOTE in names else {}
+    if earlier | {"identity": {}} != wanted | {"identity": {}}:
         for name in names:
             place.remove(name)
         _write_json(place, NOTE, wanted)
-        return
+        return contract
+    recorded = earlier.get("identity")
+    contract = replace(contract, identity=contract.identity if recorded else {})
+    _write_json(place, NOTE, contract.as_dict())
     for name in names:  # an unfinished shard, or a killed writer's half
         orphan = name.startswith("shard-") and name.endswith(".safetensors")
         if name == NAME or name.endswith(".part") or (orphan and _note_of(name) not in names):
             place.remove(name)
+    return contract
+
+
+def _check_reference(
+    source: StateSource, sequences: Sequence[TokenizedConversation], place: Place
+) -> None:
+    """Rule 4 of the gate, unless it was passed for these shards with this version of transformers."""
+    version = versions()["transformers"]
+    known = _read_json(place, REFERENCE) if place.exists(REFERENCE) else {}
+    if known.get("transformers") != version and len(sequences):
+        compared = source.check_reference(sequences[0].tokens)
+        _write_json(place, REFERENCE, {"transformers": version, **compared})
 
 
 def _missing(place: Place, shards: int) -> list[int]:
@@ -278,7 +317,9 @@ def _finish(place: Place, contract: Contract, shards: int, accounting: dict[str,
         entries.append(ShardEntry(**note["entry"]))
         for name, value in note["gate"].items():
             setattr(gate, name, getattr(gate, name) + value)
-    manifest = finish_store(place.address, contract, entries, asdict(gate), accounting)
+    reference = _read_json(place, REFERENCE) if place.exists(REFERENCE) else {}
+    told = asdict(gate) | {"reference": reference}
+    manifest = finish_store(place.address, contract, entries, told, accounting)
     say(
         f"precompute {_name(place.address)}: {manifest.tokens} tokens in {shards} shards; "
         f"gate: {gate.rows} rows of {gate.sequences} sequences, {gate.ties} ties"

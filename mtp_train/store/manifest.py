@@ -43,6 +43,8 @@ class Contract:
         codec: how they are written (`codecs.CODECS`); features that are not stored say `live`.
         data_digest: of the token sequences and masks, in order.
         rows_per_forward: another packing rounds differently, so the shards of one store share it.
+        quantisation: of the target; a manifest that doesn't say it describes an unquantised one.
+        identity: of the target and its text, by field (models.identity); a manifest of an earlier version has none.
     """
 
     target_hash: str
@@ -54,7 +56,8 @@ class Contract:
     data_digest: str
     rows_per_shard: int
     rows_per_forward: int
-    quantisation: str = "none"  # of the target; stores that don't say it are of plain ones
+    quantisation: str = "none"
+    identity: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.states or len(set(self.states)) < len(self.states):

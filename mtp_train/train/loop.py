@@ -19,11 +19,19 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from mtp_train.batches.pack import Features, load_pack, ordered_packs
-from mtp_train.checkpoint.heads import HeadCard, copy_checkpoint, read_card, save_checkpoint
+from mtp_train.checkpoint.heads import (
+    HeadCard,
+    copy_checkpoint,
+    find_checkpoints,
+    read_card,
+    require_match,
+    save_checkpoint,
+)
 from mtp_train.core.errors import UserError
 from mtp_train.core.progress import progress, say
 from mtp_train.heads.base import DraftHead
 from mtp_train.losses.weights import denominator
+from mtp_train.models.identity import require_same
 from mtp_train.models.target import Target
 from mtp_train.store.shards import FeatureStore
 from mtp_train.train.average import make_average
@@ -72,9 +80,11 @@ class _Trainer:
         out: Path,
         stop: frozenset[int] = frozenset(),
     ) -> None:
-        for store in (features, held_out):
+        for name, store in (("features", features), ("held-out features", held_out)):
             contract = store.manifest.contract
             contract.require(quantisation=target.quantisation, target_hash=target.hash)
+            again = "restore the target's files, or run precompute again for this target"
+            require_same(contract.identity, target.identity, name, again)
             contract.require(hidden_size=target.hidden_size)
             contract.require_states(*dict.fromkeys((target.state, *head.states)))
         for name, store in (("features", features), ("held-out features", held_out)):
@@ -288,6 +298,7 @@ class _Trainer:
             self.target.vocab_size,
             self.step,
             quantisation=self.target.quantisation,
+            identity=self.target.identity,
             config=asdict(self.config),
             measured=self._measured_now(),
         )
@@ -328,6 +339,8 @@ class _Trainer:
         Returns the optimiser's state.
         """
         self.out.mkdir(parents=True, exist_ok=True)
+        for newest in find_checkpoints(self.out / "checkpoints")[-1:]:
+            require_match(read_card(newest), self.target)
         found = load_state(
             self.out, self.head, asdict(self.config), self._data_digest, self.average
         )
