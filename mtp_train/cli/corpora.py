@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from mtp_train.cli.job import Job
+from mtp_train.cli.separation import held_out_text
 from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import digest
 from mtp_train.precompute.corpus import make_corpus
@@ -33,13 +33,16 @@ def text_inputs(job: Job) -> Any:
 def corpora(job: Job) -> dict[str, Corpus]:
     """The text of every set, tokenised; made where it isn't there."""
     data: DataConfig = job.section("data", DataConfig)
+    answers = {
+        name: job.folder.answers(name)
+        for name in job.config["regenerate"]["prompts"]
+        if job.folder.answers(name).is_file()
+    }
+    job.folder.require_same("regenerate", *answers.values())
+    held_out = held_out_text(data, answers)
     found = {}
     for name in SETS:
-        answered: Path | None = job.folder.answers(name)
-        if not (answered and answered.is_file() and name in job.config["regenerate"]["prompts"]):
-            answered = None
-        if answered:
-            job.folder.require_same("regenerate", answered)
+        answered = answers.get(name)
         if not answered and name not in data.sets:
             raise UserError(
                 f"the set {name} needs text",
@@ -54,5 +57,6 @@ def corpora(job: Job) -> dict[str, Corpus]:
             job.template,
             digest([job.target_inputs["texts"], job.template.options]),
             job.vocabulary,
+            held_out if name == "train" else {},
         )
     return found

@@ -16,6 +16,7 @@ from mtp_train.checkpoint.heads import HeadCard, load_head, read_card
 from mtp_train.cli.job import Job
 from mtp_train.cli.main import dispatch, guarded
 from mtp_train.cli.run_folder import run_stage
+from mtp_train.cli.separation import trained_among
 from mtp_train.core.provenance import file_digest, versions, write_json
 from mtp_train.evaluate import stage as measure
 from mtp_train.evaluate.runs import Bench
@@ -24,7 +25,7 @@ from mtp_train.evaluate.speed import measure_speeds
 from mtp_train.evaluate.stage import ANSWERED, EvaluateConfig
 from mtp_train.heads.base import DraftHead
 from mtp_train.models.target import Target
-from mtp_train.text.sources import read_sources, sources_digest
+from mtp_train.text.sources import DataConfig, read_sources, sources_digest
 from mtp_train.train.loop import CURVES
 
 SETS = ANSWERED
@@ -158,9 +159,11 @@ def _sets(job: Job, config: EvaluateConfig) -> list[PromptSet]:
     answered = [
         answered_set(name, job.folder.answers(name), stop, longest) for name in set_names(job)
     ]
-    named = [
-        chat_set(name, value, job.template, stop, longest) for name, value in config.sets.items()
-    ]
+    data: DataConfig = job.section("data", DataConfig)
+    named = []
+    for name, value in config.sets.items():
+        trained = trained_among(read_sources(value), data, job.folder.answers("train"))
+        named.append(chat_set(name, value, job.template, stop, longest, trained))
     return [*answered, *named]
 
 

@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from mtp_train.cli.config import load_config, section
 from mtp_train.cli.run_folder import RunFolder
+from mtp_train.cli.separation import require_other_files
 from mtp_train.core.dist import Ranks, launched_ranks
 from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import folder_digest, read_json
@@ -165,6 +166,7 @@ class Job:
             cls,
         ) in SECTIONS.items():  # a mistake in the last stage's keys shows before the first one runs
             self.section(name, cls)
+        require_other_files(self.config)
         self.head_config = self._head_config()
         if self.layout and not self.layout.not_held(self.head_config):  # others are never served
             require_servable(self.folder.root, self.layout)

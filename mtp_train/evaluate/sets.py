@@ -6,7 +6,7 @@ Knows no engine: who answers them is `runs.py`'s.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -105,19 +105,25 @@ def answered_set(name: str, path: Path, stop: frozenset[int], max_new_tokens: in
 
 
 def chat_set(
-    name: str, value: Any, template: ChatTemplate, stop: frozenset[int], max_new_tokens: int
+    name: str,
+    value: Any,
+    template: ChatTemplate,
+    stop: frozenset[int],
+    max_new_tokens: int,
+    trained: Mapping[bytes, str] | None = None,
 ) -> PromptSet:
     """A set of a text source's conversations and prompts: their users' turns, given replies dropped.
 
     Args:
         value: a source or a list of them, as `text.sources.read_sources` takes it.
+        trained: what the training data offers: a conversation that overlaps is refused (see text.overlap).
 
     Raises:
         UserError: the source is not there, or has no usable row.
     """
     accounting = Accounting()
     sources = read_sources(value)
-    plans = read_plans(sources, 0, "", accounting)
+    plans = read_plans(sources, 0, "", accounting, trained)
     require_renderable(template, plans)
     categories = {
         plan.key(turn): plan.conversation.category

@@ -6,7 +6,7 @@ file holds the answers in the source's order. Of every conversation: success + s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -117,11 +117,13 @@ def regenerate(
     config: RegenerateConfig,
     name: str,
     out: Path,
+    others: Mapping[bytes, str] | None = None,
 ) -> Outcome:
     """Answer the prompts of set `name` into `out`; returns what became of them.
 
     Args:
         stop: tokens that end an answer.
+        others: what sets offer beside which a conversation that overlaps is skipped (see text.overlap).
     """
     outcome = Outcome()
     limit_name = f"regenerate.limits.{name}"
@@ -130,6 +132,7 @@ def regenerate(
         config.limits.get(name, 0),
         limit_name,
         outcome.accounting,
+        others,
     )
     if not plans:
         raise UserError(

@@ -9,8 +9,10 @@ Knows no form of row, no tokenizer.
 
 from __future__ import annotations
 
+import filecmp
 import glob
 import gzip
+import os
 import zlib
 from collections.abc import Iterator
 from itertools import chain
@@ -85,6 +87,38 @@ def content_digest(path: str) -> str:
         if file.is_file()
     ]
     return digest([file_digest(file) for file in files])
+
+
+def same_data(one: tuple[str, str, str], other: tuple[str, str, str]) -> str:
+    """What two sources (path, split, name) both read: a file, a copy of it, or a data set; empty if nothing.
+
+    What is not there reads nothing.
+    """
+    for mine in _read_by(*one):
+        for theirs in _read_by(*other):
+            if mine == theirs:
+                return str(mine[0])
+            if mine[1:] == theirs[1:] == ("",) and _same_bytes(mine[0], theirs[0]):
+                return f"{mine[0]} and {theirs[0]}"
+    return ""
+
+
+def _read_by(path: str, split: str, name: str) -> list[tuple[str, str]]:
+    """(file, "") of each file that a source reads, (data set, split) where it reads a part of one."""
+    if path.startswith(HUB):
+        return [(path, f"{name} {split}")]
+    try:
+        found = [Path(path)] if is_saved(Path(path)) else find_files(path)
+    except UserError:
+        return []
+    return [(os.path.realpath(file), split if is_saved(file) else "") for file in found]
+
+
+def _same_bytes(one: str, other: str) -> bool:
+    if os.path.samefile(one, other):
+        return True
+    size = os.path.getsize(one)
+    return 0 < size == os.path.getsize(other) and filecmp.cmp(one, other, shallow=False)
 
 
 def _has_rows(file: Path) -> bool:

@@ -6,7 +6,7 @@ for the target to read. Both stream: what is held is the row at hand and the key
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from itertools import islice
@@ -20,6 +20,7 @@ from mtp_train.text.files import content_digest, read_rows, read_source
 from mtp_train.text.forms import FORMS, Ids, read_form
 from mtp_train.text.lengths import LengthPolicy, apply_length, count_windows
 from mtp_train.text.mix import mix
+from mtp_train.text.overlap import overlap
 from mtp_train.text.refusal import Refusal, RowRefused
 from mtp_train.text.rows import Fault, Row
 from mtp_train.text.template import ChatTemplate
@@ -152,7 +153,11 @@ class Parsed:
 
 
 def conversations(
-    sources: Sequence[SourceConfig], accounting: Accounting, *, strict: bool = False, seed: int = 0
+    sources: Sequence[SourceConfig],
+    accounting: Accounting,
+    *,
+    strict: bool = False,
+    seed: int = 0,
 ) -> Iterator[Conversation]:
     """The chats and prompts of `sources`, with unique keys. Rows of token ids are refused: they hold no messages.
 
@@ -165,13 +170,21 @@ def conversations(
 
 
 def asked(
-    sources: Sequence[SourceConfig], accounting: Accounting, *, strict: bool = False, seed: int = 0
+    sources: Sequence[SourceConfig],
+    accounting: Accounting,
+    *,
+    strict: bool = False,
+    seed: int = 0,
+    others: Mapping[bytes, str] | None = None,
 ) -> Iterator[tuple[Conversation, str]]:
     """Like `conversations`, each with its place, for a caller who counts what becomes of it: only refusals are
     counted here.
+
+    Args:
+        others: what sets offer beside which a conversation that overlaps is refused (see `overlap`).
     """
     found = [0] * len(sources)
-    for parsed in _parse(sources, accounting, seed, prompts=True):
+    for parsed in _parse(sources, accounting, seed, others, prompts=True):
         if isinstance(parsed.item, TokenizedConversation):
             accounting.refuse("token ids without messages", parsed.place)
         elif strict and parsed.item.repairs:
@@ -190,11 +203,13 @@ def tokenized(
     strict: bool = False,
     vocab_size: int = 0,
     seed: int = 0,
+    others: Mapping[bytes, str] | None = None,
 ) -> Iterator[TokenizedConversation]:
     """The sequences of `sources` as the target sees them, with unique keys; a row may give several.
 
     Args:
         strict: refuse what would be repaired.
+        others: what sets offer beside which a conversation that overlaps is refused (see `overlap`).
         vocab_size: token ids from there on are refused (0: the tokenizer's size).
 
     Raises:
@@ -203,7 +218,7 @@ def tokenized(
     keys = _Keys()
     found = [0] * len(sources)
     size = vocab_size or len(template.tokenizer)
-    for parsed in _parse(sources, accounting, seed):
+    for parsed in _parse(sources, accounting, seed, others):
         outcome = _tokenize(parsed, template, size, sources[parsed.source].policy)
         if isinstance(outcome, Refusal):
             accounting.refuse(outcome.reason, parsed.place)
@@ -256,10 +271,22 @@ class _Keys:
 # --- one row --------------------------------------------------------------------------------------------------
 
 
+def items(sources: Sequence[SourceConfig]) -> Iterator[Conversation | TokenizedConversation]:
+    """All that can be read in `sources`, to compare with other sets; nothing is counted."""
+    for parsed in _parse(sources, Accounting(), 0, prompts=True):
+        yield parsed.item
+
+
 def _parse(
-    sources: Sequence[SourceConfig], accounting: Accounting, seed: int, prompts: bool = False
+    sources: Sequence[SourceConfig],
+    accounting: Accounting,
+    seed: int,
+    others: Mapping[bytes, str] | None = None,
+    prompts: bool = False,
 ) -> Iterator[Parsed]:
-    """Rows in the order of the mix; those that can't be read, or that the mix leaves out, are counted here."""
+    """Rows in the order of the mix; those that can't be read, that the mix leaves out or that overlap with another set
+    are counted here.
+    """
     keys = _Keys()
     openers = [partial(_rows, source) for source in sources]
     for index, row, kept in mix(openers, [source.weight for source in sources], seed):
@@ -272,8 +299,23 @@ def _parse(
             place = f"{row.place} ({error.detail})" if error.detail else row.place
             accounting.refuse(error.reason, place)
             continue
+        if others and (reason := overlap(_asks(item, row, sources[index]), others)):
+            accounting.refuse(reason, row.place)
+            continue
         item = replace(item, key=keys.unique(item.key))
         yield Parsed(item, row.place, index)
+
+
+def _asks(
+    item: Conversation | TokenizedConversation, row: Row, source: SourceConfig
+) -> Conversation | TokenizedConversation:
+    """What a row asks: its messages, where it holds them beside token ids."""
+    if isinstance(item, Conversation) or not row.value.get("messages"):
+        return item
+    try:
+        return _read(row, source, prompts=True)
+    except RowRefused:
+        return item
 
 
 def _rows(source: SourceConfig) -> Iterator[Row]:
@@ -384,6 +426,23 @@ class Answer:
 def read_conversations(path: str | Path, accounting: Accounting) -> list[Conversation]:
     """All chats and prompts of one source."""
     return list(conversations([SourceConfig(str(path))], accounting))
+
+
+def answered_conversations(answered: Iterable[Answer]) -> Iterator[list[Answer]]:
+    """The answers of each conversation, which follow each other as `<id>`, `<id>#1`, ..."""
+    talk: list[Answer] = []
+    for answer in answered:
+        if talk and answer.key != f"{talk[0].key}#{len(talk)}":
+            yield talk
+            talk = []
+        talk.append(answer)
+    if talk:
+        yield talk
+
+
+def asked_by(talk: Sequence[Answer]) -> Conversation:
+    """What a conversation that was answered asks: its last answer holds all turns before it."""
+    return Conversation(talk[0].key, talk[-1].messages)
 
 
 def answers(path: str | Path, accounting: Accounting) -> Iterator[Answer]:
