@@ -273,7 +273,7 @@ def test_a_missing_target_folder(capsys: pytest.CaptureFixture[str], tmp_path: P
         "target.path=/no/such/folder",
         f"run={tmp_path}",
         f"regenerate.prompts.train={tmp_path}/prompts.jsonl",
-        f"regenerate.prompts.heldout={tmp_path}/prompts.jsonl",
+        f"regenerate.prompts.heldout={held_out(tmp_path)}",
     )
     assert "/no/such/folder" in line
 

@@ -27,7 +27,8 @@ def text_inputs(job: Job) -> Any:
     )
     before = job.folder.require("regenerate")["outputs"] if regenerated else None
     own = {name: sources_digest(data.sources(name)) for name in data.sets}
-    return [before, own, asdict(replace(data, sets={}))]
+    lengths = {name: list(map(asdict, found)) for name, found in data.policies(job.bound).items()}
+    return [before, own, asdict(replace(data, sets={})), lengths]
 
 
 def corpora(job: Job) -> dict[str, Corpus]:
@@ -58,5 +59,6 @@ def corpora(job: Job) -> dict[str, Corpus]:
             digest([job.target_inputs["texts"], job.template.options]),
             job.vocabulary,
             held_out if name == "train" else {},
+            job.bound,
         )
     return found

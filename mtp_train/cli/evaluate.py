@@ -20,7 +20,7 @@ from mtp_train.cli.separation import trained_among
 from mtp_train.core.provenance import file_digest, versions, write_json
 from mtp_train.evaluate import stage as measure
 from mtp_train.evaluate.runs import Bench
-from mtp_train.evaluate.sets import PromptSet, answered_set, chat_set, tell
+from mtp_train.evaluate.sets import PromptSet, answered_set, chat_set, tell, within
 from mtp_train.evaluate.speed import measure_speeds
 from mtp_train.evaluate.stage import ANSWERED, EvaluateConfig
 from mtp_train.heads.base import DraftHead
@@ -63,7 +63,7 @@ def _work(job: Job, config: EvaluateConfig) -> Any:
     bench = Bench(job.folder.stage("evaluate") / "completions", ranks, config.seed)
     target = job.target(tensor_parallel=size)
     head, card = load_head(job.folder.head, target)
-    sets = _sets(job, config)
+    sets = [within(prompts, head.positions) for prompts in _sets(job, config)]
     acceptance = measure.measure_acceptance(target, head, sets, config, job.engine_config, bench)
     if ranks.main:
         for prompts in sets:

@@ -25,8 +25,9 @@ from mtp_train.evaluate.stage import EvaluateConfig
 from mtp_train.export.formats import usual
 from mtp_train.export.layout import Layout
 from mtp_train.export.stage import ExportConfig, require_servable
-from mtp_train.heads.families import family_of
+from mtp_train.heads.families import family_of, positions_of
 from mtp_train.models.quantised import NONE, require_quantisation
+from mtp_train.models.sizes import folder_config
 from mtp_train.models.target import (
     Target,
     load_tokenizer,
@@ -38,6 +39,7 @@ from mtp_train.models.target import (
 from mtp_train.precompute.estimate import PlanConfig
 from mtp_train.precompute.stage import PrecomputeConfig
 from mtp_train.regenerate.stage import RegenerateConfig
+from mtp_train.text.lengths import Bound
 from mtp_train.text.sources import DataConfig
 from mtp_train.text.template import ChatTemplate
 from mtp_train.train.config import TrainConfig
@@ -260,6 +262,17 @@ class Job:
         """The target's vocabulary, as its config says it."""
         folder = require_model_folder(self.target_config.path)
         return int(read_json(folder / "config.json")["vocab_size"])
+
+    @cached_property
+    def bound(self) -> Bound:
+        """The longest sequence that target and head have positions for."""
+        values = self.target_config
+        config = folder_config(
+            require_model_folder(values.path), trust_remote_code=values.trust_remote_code
+        )
+        target = Bound(int(config.max_position_embeddings), "the target's positions")
+        own = positions_of(self.head_config)
+        return Bound(own, "the head's positions") if 0 < own < target.positions else target
 
     def features(self, name: str) -> str:
         """Where the features of a set lie: in the run folder, or at the address of precompute.out."""

@@ -139,6 +139,28 @@ def chat_set(
     return PromptSet(name, first, categories, chats=chats, accounting=accounting)
 
 
+def within(prompts: PromptSet, positions: int) -> PromptSet:
+    """What of a set fits, answer included, into the positions of a head that has fewer than its target; 0: any head.
+
+    The rest is refused. Later turns of conversations are judged when they are asked.
+    """
+    if not positions:
+        return prompts
+    fits = [r for r in prompts.requests if len(r.prompt) + r.max_new_tokens <= positions]
+    keys = {request.key for request in fits}
+    if prompts.chats is None:
+        reason = f"longer with its answer than the head's {positions} positions"
+        for request in prompts.requests:
+            if request.key not in keys:
+                prompts.accounting.refuse(reason, request.key)
+    answers = tuple(
+        answer
+        for answer in prompts.answers
+        if answer.key in keys and len(answer.prompt_ids) + len(answer.output_ids) <= positions
+    )
+    return replace(prompts, requests=tuple(fits), answers=answers)
+
+
 def require_names(names: Sequence[str], taken: Sequence[str]) -> None:
     """Raise unless the sets' names can be file names, and are their own."""
     for name in names:

@@ -76,6 +76,11 @@ class DraftHead(nn.Module, ABC):
         """What runs draft step `step` (from 0)."""
         return self
 
+    @property
+    def positions(self) -> int:
+        """The longest sequence that it was made for; 0: as long as its target's."""
+        return 0
+
     def decoder_blocks(self) -> list[nn.Module]:
         """Its decoder blocks, which ranks that hold a target together share as they do the target's."""
         return []

@@ -15,7 +15,7 @@ from mtp_train.core.provenance import digest, file_digest
 from mtp_train.core.records import Accounting, TokenizedConversation
 from mtp_train.store.corpus import Corpus, found_corpus, write_corpus
 from mtp_train.text.joined import join_turns
-from mtp_train.text.lengths import LengthPolicy
+from mtp_train.text.lengths import Bound, LengthPolicy
 from mtp_train.text.overlap import overlap, require_few
 from mtp_train.text.refusal import Refusal
 from mtp_train.text.sources import (
@@ -40,6 +40,7 @@ def make_corpus(
     tokenizer_digest: str,
     vocab_size: int,
     held_out: Mapping[bytes, str] | None = None,
+    bound: Bound | None = None,
 ) -> Corpus:
     """The corpus of set `name` in `folder`: the one that is there, if it was made from the same inputs.
 
@@ -47,13 +48,15 @@ def make_corpus(
         answered: what `regenerate` wrote for the set, if anything.
         tokenizer_digest: of the files that decide tokens and template.
         held_out: what sets offer beside which this one's conversations are refused where they overlap (text.overlap).
+        bound: the longest sequence that the models of the run read, whatever `config` says.
     """
-    sources = config.sources(name)
+    sources, policy = config.sources(name), config.policy.within(bound)
+    policies = [source.policy.within(bound) for source in sources]
     inputs = digest(
         {
             "answers": answered and file_digest(answered),
             "sources": sources and sources_digest(sources),
-            "fit": [config.strict, config.seed, vocab_size, asdict(config.policy)],
+            "fit": [config.strict, config.seed, vocab_size, *map(asdict, [policy, *policies])],
             "tokenizer": tokenizer_digest,
             "held out": sorted(mark.hex() for mark in held_out or {}),
         }
@@ -66,7 +69,7 @@ def make_corpus(
 
         def sequences() -> Iterator[TokenizedConversation]:
             if answered:
-                for sequence in joined_answers(answered, config.policy, accounting, held_out):
+                for sequence in joined_answers(answered, policy, accounting, held_out):
                     bar.update()
                     yield sequence
             if sources:
@@ -78,6 +81,7 @@ def make_corpus(
                     vocab_size=vocab_size,
                     seed=config.seed,
                     others=held_out,
+                    bound=bound,
                 ):
                     bar.update()
                     yield sequence

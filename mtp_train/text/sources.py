@@ -18,7 +18,7 @@ from mtp_train.core.provenance import digest
 from mtp_train.core.records import Accounting, Conversation, TokenizedConversation
 from mtp_train.text.files import content_digest, read_rows, read_source
 from mtp_train.text.forms import FORMS, Ids, read_form
-from mtp_train.text.lengths import LengthPolicy, apply_length, count_windows
+from mtp_train.text.lengths import Bound, LengthPolicy, apply_length, count_windows
 from mtp_train.text.mix import mix
 from mtp_train.text.overlap import overlap
 from mtp_train.text.refusal import Refusal, RowRefused
@@ -114,6 +114,12 @@ class DataConfig:
     def policy(self) -> LengthPolicy:
         return LengthPolicy(self.length, self.max_tokens, self.context)
 
+    def policies(self, bound: Bound | None) -> dict[str, list[LengthPolicy]]:
+        """What becomes of long sequences of each set's sources, and of answers, on a model of so many positions."""
+        own = {name: self.sources(name) for name in self.sets}
+        found = {name: [source.policy.within(bound) for source in own[name]] for name in own}
+        return found | {"": [self.policy.within(bound)]}
+
     def sources(self, name: str) -> list[SourceConfig]:
         """The set's sources; none if it isn't named."""
         defaults = {"length": self.length, "max_tokens": self.max_tokens, "context": self.context}
@@ -204,6 +210,7 @@ def tokenized(
     vocab_size: int = 0,
     seed: int = 0,
     others: Mapping[bytes, str] | None = None,
+    bound: Bound | None = None,
 ) -> Iterator[TokenizedConversation]:
     """The sequences of `sources` as the target sees them, with unique keys; a row may give several.
 
@@ -211,6 +218,7 @@ def tokenized(
         strict: refuse what would be repaired.
         others: what sets offer beside which a conversation that overlaps is refused (see `overlap`).
         vocab_size: token ids from there on are refused (0: the tokenizer's size).
+        bound: the longest sequence that the model reads, whatever the sources say.
 
     Raises:
         UserError: a source is not there, or has no row with a token to train.
@@ -218,8 +226,9 @@ def tokenized(
     keys = _Keys()
     found = [0] * len(sources)
     size = vocab_size or len(template.tokenizer)
+    policies = [source.policy.within(bound) for source in sources]
     for parsed in _parse(sources, accounting, seed, others):
-        outcome = _tokenize(parsed, template, size, sources[parsed.source].policy)
+        outcome = _tokenize(parsed, template, size, policies[parsed.source])
         if isinstance(outcome, Refusal):
             accounting.refuse(outcome.reason, parsed.place)
             continue
@@ -396,7 +405,7 @@ def fit_lengths(
             _count(notes, "windows", len(outcome))
             _count(notes, "windows without a trained token, left out", windows - len(outcome))
         elif len(record.tokens) > policy.max_tokens:
-            cut = f"cut to {policy.max_tokens} tokens"
+            cut = f"cut to {policy.longest}"
             rules = rules if cut in rules else [*rules, cut]
     if not kept:
         return refusals[0]
