@@ -56,7 +56,11 @@ def lines(folder: Path, run: Path, *more: str) -> list[str]:
 
 BOUNDS: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "target": (POSITIONS, "the target's positions", ()),
-    "draft model": (POSITIONS // 2, "the head's positions", ("head=draft_model", "head.path=SMALL")),
+    "draft model": (
+        POSITIONS // 2,
+        "the head's positions",
+        ("head=draft_model", "head.path=SMALL"),
+    ),
     "imported head": (
         POSITIONS // 4,
         "the head's positions",

@@ -13,7 +13,7 @@ from mtp_train.core.errors import UserError
 from mtp_train.core.records import Accounting, Conversation, TokenizedConversation
 from mtp_train.models.target import load_tokenizer
 from mtp_train.text import template as rules
-from mtp_train.text import turns
+from mtp_train.text import turns, values
 from mtp_train.text.forms import FORMS
 from mtp_train.text.sources import (
     LEFT_OUT,
@@ -248,7 +248,7 @@ REPAIRS = {
         PING,
     ),
     "two styles": ({"conversations": [{"from": "human", "value": "ping"}, PING[1]]}, turns.MIXED, PING),
-    "number": (sharegpt(("human", "6*7?"), ("gpt", 42)), turns.NUMBER, talk("u:6*7?", "a:42")),
+    "number": (sharegpt(("human", "6*7?"), ("gpt", 42)), values.NUMBER, talk("u:6*7?", "a:42")),
     "null reply": (
         sharegpt(("human", "?"), ("gpt", None), ("human", "ping"), ("gpt", "pong")),
         turns.EMPTY_REPLY,
@@ -261,7 +261,7 @@ REPAIRS = {
     ),
     "fractional weight": (
         {"messages": [PING[0], {**PING[1], "weight": 0.5}]},
-        turns.WEIGHTS,
+        values.WEIGHTS,
         PING,
     ),
     "opening": (sharegpt(("gpt", "Hi!"), ("human", "ping"), ("gpt", "pong")), turns.OPENING,
@@ -291,7 +291,7 @@ def test_several_repairs_of_a_row_are_counted_once(tmp_path: Path) -> None:
     _, accounting = read_one(tmp_path, sharegpt(("Human", "6*7?"), ("chatgpt", 42)))
     assert list(accounting.repaired.values()) == [1]
     (rule,) = accounting.repaired
-    assert set(rule.split("; ")) == {turns.SPELLING, turns.NUMBER, turns.NAMED_ASSISTANT}
+    assert set(rule.split("; ")) == {turns.SPELLING, values.NUMBER, turns.NAMED_ASSISTANT}
 
 
 # --- refusals -------------------------------------------------------------------------------------------------

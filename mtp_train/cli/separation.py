@@ -86,10 +86,17 @@ def _named_sets(config: Mapping[str, Any]) -> dict[str, list[SourceConfig]]:
         "evaluate.sets": config["evaluate"]["sets"],
     }
     return {
-        f"{key}.{name}": read_sources(value or [])
+        f"{key}.{name}": _sources(f"{key}.{name}", value)
         for key, values in sets.items()
         for name, value in values.items()
     }
+
+
+def _sources(key: str, value: Any) -> list[SourceConfig]:
+    try:
+        return read_sources(value or [])
+    except UserError as error:
+        raise UserError(f"{key}: {error.rule}", error.received, error.remedy) from error
 
 
 def _is_trained(key: str) -> bool:

@@ -134,11 +134,11 @@ def read_file(path: Path) -> Iterator[Row]:
         with open(path, "rb") as file:
             head = file.read(64)
     except OSError as error:
-        yield Row(place, Fault(f"a file that can't be read: {error.strerror}"))
+        yield Row(place, Fault(f"a file that can't be read: {error.strerror}", of_file=True))
         return
     gzipped = head.startswith(b"\x1f\x8b")
     if head.startswith(b"version https://git-lfs"):
-        yield Row(f"{place}:1", Fault("a Git LFS pointer instead of the data"))
+        yield Row(f"{place}:1", Fault("a Git LFS pointer instead of the data", of_file=True))
     elif head.startswith(b"PAR1") or path.suffix == ".parquet":
         yield from read_parquet(path)
     elif head.startswith(b"ARROW1") or path.suffix == ".arrow":
@@ -146,7 +146,7 @@ def read_file(path: Path) -> Iterator[Row]:
     elif gzipped or path.suffix in (*TEXT_SUFFIXES, ""):
         yield from _text(path, gzipped)
     else:
-        yield Row(place, Fault(f"a file of unknown kind ({path.suffix})"))
+        yield Row(place, Fault(f"a file of unknown kind ({path.suffix})", of_file=True))
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[int, Any]]:
@@ -177,7 +177,7 @@ def _text(path: Path, gzipped: bool) -> Iterator[Row]:
                 if line.strip(BLANK):
                     yield Row(f"{path}:{number}", _line(line))
     except (OSError, EOFError, zlib.error) as error:
-        yield Row(f"{path}:{number + 1}", Fault(f"a file that breaks off: {error}"))
+        yield Row(f"{path}:{number + 1}", Fault(f"a file that breaks off: {error}", of_file=True))
 
 
 def _head(file: IO[bytes]) -> list[bytes]:

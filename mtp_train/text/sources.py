@@ -15,7 +15,7 @@ from typing import Any
 
 from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import digest
-from mtp_train.core.records import Accounting, Conversation, TokenizedConversation
+from mtp_train.core.records import Accounting, Conversation, TokenizedConversation, printable
 from mtp_train.text.files import content_digest, read_rows, read_source
 from mtp_train.text.forms import FORMS, Ids, read_form
 from mtp_train.text.lengths import Bound, LengthPolicy, apply_length, count_windows
@@ -25,6 +25,7 @@ from mtp_train.text.refusal import Refusal, RowRefused
 from mtp_train.text.rows import Fault, Row
 from mtp_train.text.template import ChatTemplate
 from mtp_train.text.turns import read_tools, read_turns
+from mtp_train.text.values import read_label, without_nan
 
 __all__ = [
     "Answer",
@@ -156,6 +157,7 @@ class Parsed:
     item: Conversation | TokenizedConversation
     place: str
     source: int  # index
+    repairs: tuple[str, ...]
 
 
 def conversations(
@@ -303,16 +305,17 @@ def _parse(
             accounting.refuse(LEFT_OUT, row.place)
             continue
         try:
-            item = _read(row, sources[index], prompts)
+            item, repairs = _read(row, sources[index], prompts)
         except RowRefused as error:
             place = f"{row.place} ({error.detail})" if error.detail else row.place
-            accounting.refuse(error.reason, place)
+            of_file = isinstance(row.value, Fault) and row.value.of_file
+            accounting.refuse(error.reason, place, every=of_file)
             continue
         if others and (reason := overlap(_asks(item, row, sources[index]), others)):
             accounting.refuse(reason, row.place)
             continue
         item = replace(item, key=keys.unique(item.key))
-        yield Parsed(item, row.place, index)
+        yield Parsed(item, row.place, index, repairs)
 
 
 def _asks(
@@ -322,7 +325,7 @@ def _asks(
     if isinstance(item, Conversation) or not row.value.get("messages"):
         return item
     try:
-        return _read(row, source, prompts=True)
+        return _read(row, source, prompts=True)[0]
     except RowRefused:
         return item
 
@@ -332,48 +335,44 @@ def _rows(source: SourceConfig) -> Iterator[Row]:
     return islice(rows, source.limit or None)
 
 
-def _read(row: Row, source: SourceConfig, prompts: bool) -> Conversation | TokenizedConversation:
+def _read(
+    row: Row, source: SourceConfig, prompts: bool
+) -> tuple[Conversation | TokenizedConversation, tuple[str, ...]]:
+    """What a row holds, and the rules that it was repaired by."""
     if isinstance(row.value, Fault):
         raise RowRefused(row.value.reason)
-    parts = read_form(row.value, source.form)
-    if isinstance(parts, Ids) and prompts and row.value.get("messages"):
-        parts = read_form(row.value, "messages")  # an answer's prompt
-    key = _key(row)
-    category = row.value.get("category")
-    category = category if isinstance(category, str) and category else source.category
+    if not isinstance(row.value, dict):
+        read_form(row.value)  # says what it is
+    rules: dict[str, None] = {}
+    value = without_nan(row.value, rules.setdefault)
+    parts = read_form(value, source.form)
+    if isinstance(parts, Ids) and prompts and value.get("messages"):
+        parts = read_form(value, "messages")  # an answer's prompt
+    labels = (read_label(value.get(key), rules.setdefault) for key in KEYS)
+    key = next(filter(None, labels), printable(Path(row.place).name))
+    category = read_label(value.get("category"), rules.setdefault) or source.category
     if isinstance(parts, Ids):
-        return TokenizedConversation(key, parts.tokens, parts.loss_mask, category)
+        item = TokenizedConversation(key, parts.tokens, parts.loss_mask, category)
+        return item, tuple(rules)
     found = read_turns(parts, prompts)
-    tools = read_tools(parts.tools)
-    return Conversation(
-        key,
-        tuple(found.messages),
-        category,
-        tools,
-        frozenset(found.untrained),
-        tuple(found.rules),
-    )
-
-
-def _key(row: Row) -> str:
-    for key in KEYS:
-        if isinstance(row.value.get(key), str | int) and str(row.value[key]):
-            return str(row.value[key])
-    return Path(row.place).name
+    repairs = (*rules, *found.rules)
+    messages, tools = tuple(found.messages), read_tools(parts.tools)
+    untrained = frozenset(found.untrained)
+    return Conversation(key, messages, category, tools, untrained, repairs), repairs
 
 
 def _tokenize(
     parsed: Parsed, template: ChatTemplate, vocab_size: int, policy: LengthPolicy
 ) -> tuple[list[TokenizedConversation], list[str], dict[str, int]] | Refusal:
     """The records of a row, the repairs that they took, and what else is to be counted."""
-    rules: list[str] = []
+    rules = list(parsed.repairs)
     if isinstance(parsed.item, TokenizedConversation):
         fault = _ids_fault(parsed.item, vocab_size)
         if fault:
             return Refusal(fault)
         records = [parsed.item]
     else:
-        rules = [*parsed.item.repairs, *template.fit(parsed.item)[1]]
+        rules += template.fit(parsed.item)[1]
         outcome = template.tokenize(parsed.item)
         if isinstance(outcome, Refusal):
             return outcome
@@ -458,7 +457,7 @@ def answers(path: str | Path, accounting: Accounting) -> Iterator[Answer]:
     """The target's answers that `regenerate` wrote, in their order."""
     found = 0
     for number, row in read_rows(path):
-        if not isinstance(row, dict) or not set(row) >= ANSWER_KEYS:
+        if not _is_answer(row):
             accounting.refuse("not a regenerated answer", f"{path}:{number}")
             continue
         if not row["output_ids"]:
@@ -469,6 +468,26 @@ def answers(path: str | Path, accounting: Accounting) -> Iterator[Answer]:
         accounting.used += 1
         yield Answer(row["id"], row["category"], tuple(row["messages"]), *ids, row["finish"])
     _require_any([found], [SourceConfig(str(path))], accounting, "answer")
+
+
+def _is_answer(row: Any) -> bool:
+    """Whether a row is one that `regenerate` writes, value by value."""
+    if not isinstance(row, dict) or not set(row) >= ANSWER_KEYS:
+        return False
+    texts = [row[key] for key in ("id", "category", "finish")]
+    ids = [row[key] for key in ("prompt_ids", "output_ids")]
+    said = row["messages"]
+    return (
+        all(isinstance(text, str) and printable(text) == text for text in texts)
+        and all(isinstance(part, list) and all(type(i) is int for i in part) for part in ids)
+        and isinstance(said, list)
+        and all(
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+            for message in said
+        )
+    )
 
 
 def read_answers(path: str | Path, accounting: Accounting) -> list[Answer]:

@@ -29,7 +29,7 @@ def _batches(path: Path, batches: Callable[[Path], Iterator[Any]]) -> Iterator[R
                 index += 1
     except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0][:120]
-        yield Row(f"{path}[{index}]", Fault(f"a damaged table: {reason}"))
+        yield Row(f"{path}[{index}]", Fault(f"a damaged table: {reason}", of_file=True))
 
 
 def _parquet_batches(path: Path) -> Iterator[Any]:
