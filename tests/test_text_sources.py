@@ -87,12 +87,14 @@ AS_ONE = {
     "chosen chat": {"chosen": [*PING], "rejected": [PING[0], {"role": "assistant", "content": "?"}]},
     "chosen chat that repeats its prompt": {"prompt": "ping", "chosen": [*PING]},
     "chosen text": {"prompt": "ping", "chosen": "pong", "rejected": "pang"},
-    "text parts": {
+    "a text part": {
         "messages": [
-            {"role": "user", "content": [{"type": "text", "text": "pi"}, {"type": "text", "value": "ng"}]},
-            {"role": "assistant", "content": ["pong"]},
+            {"role": "user", "content": [{"type": "text", "text": "ping"}]},
+            {"role": "assistant", "content": [{"type": "text", "value": "pong"}]},
         ]
     },
+    "GPTeacher": {"instruction": "ping", "input": "", "response": "pong"},
+    "Dolly": {"instruction": "ping", "context": "", "response": "pong"},
     "keys beside the turns": {
         "messages": [
             {"role": "user", "content": "ping", "markdown": None, "text": "ping"},
@@ -121,6 +123,12 @@ def test_input_history_and_system_of_an_alpaca_row_come_in_order(tmp_path: Path)
     found, _ = read_one(tmp_path, row)
     assert found is not None
     assert found.messages == talk("s:Be brief.", "u:a", "a:b", "u:Add.\n\n2 and 3", "a:5")
+
+
+def test_dollys_context_and_category_are_read(tmp_path: Path) -> None:
+    row = {"instruction": "Add.", "context": "2 and 3", "response": "5", "category": "closed_qa"}
+    found, _ = read_one(tmp_path, row)
+    assert found == Conversation("rows.jsonl:1", talk("u:Add.\n\n2 and 3", "a:5"), "closed_qa")
 
 
 def test_a_form_may_be_named(tmp_path: Path) -> None:
@@ -466,7 +474,8 @@ def test_keys_are_unique_whatever_the_rows_say(tmp_path: Path, template: ChatTem
     ]
     found, accounting = sequences(template, *sources)
     keys = [record.key for record in found]
-    assert len(set(keys)) == len(keys) == accounting.used == 14
+    assert len(set(keys)) == len(keys) == accounting.total == 14
+    assert accounting.repaired == {values.LABEL: 2}
     assert keys[:7] == ["dup", "dup~2", "dup~2~2", "a.jsonl:4", "a.jsonl:5", "7", "a.jsonl:7"]
     assert [chat.key for chat in conversations(sources, Accounting())] == keys
 

@@ -54,6 +54,12 @@ class LengthPolicy:
         """The longest length as a row's refusal names it."""
         return f"{self.max_tokens} tokens" + (f", {self.whose}" if self.whose else "")
 
+    def refusal(self) -> Refusal:
+        """Of a sequence with nothing to train in its first max_tokens, or of any that is longer and may not be."""
+        if self.rule == "refuse":
+            return Refusal(f"longer than {self.longest}")
+        return Refusal(f"no trained token within {self.longest}")
+
     def within(self, bound: Bound | None) -> LengthPolicy:
         """The policy for a model with so many positions."""
         if bound is None or not 0 < bound.positions < self.max_tokens:
@@ -69,11 +75,11 @@ def apply_length(
     if len(record.tokens) <= limit:
         return [record]
     if policy.rule == "refuse":
-        return Refusal(f"longer than {policy.longest}")
+        return policy.refusal()
     if policy.rule == "split":
         return _windows(record, policy)
     if not any(record.loss_mask[:limit]):
-        return Refusal(f"no trained token within {policy.longest}")
+        return policy.refusal()
     return [replace(record, tokens=record.tokens[:limit], loss_mask=record.loss_mask[:limit])]
 
 

@@ -16,11 +16,13 @@ from typing import Any
 from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import digest
 from mtp_train.core.records import Accounting, Conversation, TokenizedConversation, printable
+from mtp_train.text.alternation import served_otherwise
 from mtp_train.text.files import content_digest, read_rows, read_source
 from mtp_train.text.forms import FORMS, Ids, read_form
 from mtp_train.text.lengths import Bound, LengthPolicy, apply_length, count_windows
 from mtp_train.text.mix import mix
 from mtp_train.text.overlap import overlap
+from mtp_train.text.oversize import oversize
 from mtp_train.text.refusal import Refusal, RowRefused
 from mtp_train.text.rows import Fault, Row
 from mtp_train.text.template import ChatTemplate
@@ -372,11 +374,11 @@ def _tokenize(
             return Refusal(fault)
         records = [parsed.item]
     else:
-        rules += template.fit(parsed.item)[1]
-        outcome = template.tokenize(parsed.item)
+        refusal = oversize(parsed.item, template.tokenizer, policy)
+        outcome, more = (refusal, []) if refusal else _rendered(parsed.item, template)
         if isinstance(outcome, Refusal):
             return outcome
-        records = outcome
+        records, rules = outcome, rules + more
     return fit_lengths(records, policy, rules)
 
 
@@ -384,6 +386,20 @@ def _ids_fault(record: TokenizedConversation, vocab_size: int) -> str:
     if any(token >= vocab_size for token in record.tokens):
         return f"a token id beyond the vocabulary of {vocab_size}: data of another tokenizer"
     return "" if any(record.loss_mask) else "no trained token"
+
+
+def _rendered(
+    chat: Conversation, template: ChatTemplate
+) -> tuple[list[TokenizedConversation] | Refusal, list[str]]:
+    """The records of a chat, and the rules that the template asks for: the order of roles is changed at need."""
+    refusal = template.tokenize(chat)
+    if not isinstance(refusal, Refusal):
+        return refusal, template.fit(chat)[1]
+    for other, rules in served_otherwise(chat):
+        records = template.tokenize(other)
+        if not isinstance(records, Refusal):
+            return records, [*rules, *template.fit(other)[1]]
+    return refusal, []
 
 
 def fit_lengths(

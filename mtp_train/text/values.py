@@ -47,7 +47,7 @@ def one_of(row: Mapping[str, Any], keys: Sequence[str], what: str) -> Any:
     """
     found = {key: row[key] for key in keys if row.get(key) is not None}
     values = list(found.values())
-    if any(value != values[0] for value in values):
+    if values != values[:1] * len(values):  # lists hold a NaN equal to itself
         raise RowRefused(f"two values of {what}", ", ".join(found))
     return values[0] if values else None
 
