@@ -18,7 +18,7 @@ from mtp_train.core.errors import UserError
 from mtp_train.core.progress import say
 from mtp_train.core.records import Accounting
 from mtp_train.dialogue.plans import Plan, read_plans
-from mtp_train.dialogue.talks import render, require_renderable
+from mtp_train.dialogue.talks import render, renderable
 from mtp_train.engine.sequences import Request
 from mtp_train.text.sources import Answer, read_answers, read_sources
 from mtp_train.text.template import ChatTemplate
@@ -123,8 +123,7 @@ def chat_set(
     """
     accounting = Accounting()
     sources = read_sources(value)
-    plans = read_plans(sources, 0, "", accounting, trained)
-    require_renderable(template, plans)
+    plans = renderable(template, read_plans(sources, 0, "", accounting, trained))
     categories = {
         plan.key(turn): plan.conversation.category
         for plan in plans

@@ -17,7 +17,7 @@ from mtp_train.core.provenance import atomic_path
 from mtp_train.core.records import Accounting
 from mtp_train.dialogue.journal import Journal
 from mtp_train.dialogue.plans import Plan, count_plan, read_plans
-from mtp_train.dialogue.talks import Dialogue, require_renderable
+from mtp_train.dialogue.talks import Dialogue, renderable
 from mtp_train.engine.sampling import Sampling
 from mtp_train.engine.sequences import Completion, Request
 from mtp_train.text.sources import read_sources
@@ -138,7 +138,7 @@ def regenerate(
         raise UserError(
             "regenerate needs at least one prompt", outcome.as_dict(), "see the reasons"
         )
-    require_renderable(template, plans)
+    plans = renderable(template, plans)
     journal = Journal(out.with_suffix(".journal"), out)
     try:
         failed = _converse(answerer, template, stop, config, name, plans, journal)
