@@ -152,6 +152,16 @@ def test_conversations_that_only_share_courtesies_stay(held: Any, train: Any) ->
     )
 
 
+def test_an_opening_that_all_chats_share_tells_none_apart() -> None:
+    """As the fixed instruction of agents' traces; the same chat three times is one."""
+    opening = "you are asked to repair this repository."
+    held = [Conversation(str(i), tuple(chat(opening, f"issue number {i}"))) for i in range(3)]
+    train = Conversation("t", tuple(chat(opening, "another issue")))
+    assert not overlap(train, offered(held, "heldout"))
+    assert overlap(held[1], offered(held, "heldout"))
+    assert overlap(train, offered([held[0]] * 3, "heldout"))
+
+
 def test_token_ids_overlap_by_what_stands_before_their_first_reply() -> None:
     one, same, other = (
         TokenizedConversation("k", (5, 6, *rest), (0, 0, *(1 for _ in rest)))

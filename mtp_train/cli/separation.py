@@ -10,7 +10,7 @@ from mtp_train.core.errors import UserError
 from mtp_train.core.progress import say
 from mtp_train.core.records import Accounting
 from mtp_train.text.files import same_data
-from mtp_train.text.overlap import Item, offered, offered_among, seeks
+from mtp_train.text.overlap import Item, distinctive, offered, offered_among, seeks
 from mtp_train.text.sources import (
     DataConfig,
     SourceConfig,
@@ -60,7 +60,7 @@ def trained_among(
     sources: Sequence[SourceConfig], data: DataConfig, answered: Path
 ) -> dict[bytes, str]:
     """What the training data offers of what `sources` ask; files that are no longer there offer nothing."""
-    sought = {mark for item in items(sources) for mark in seeks(item)}
+    sought = distinctive(items(sources), seeks)
     found = offered_among(_asked(answered), sought, TRAIN) if answered.is_file() else {}
     for source in data.sources(TRAIN):
         try:
