@@ -184,6 +184,24 @@ def test_what_has_no_one_meaning_is_refused(tmp_path: Path, row: Any, reason: st
     assert found.reason.startswith(reason)
 
 
+@pytest.mark.parametrize("depth", [60, 70, 600])
+def test_depth_costs_the_row_alone(tmp_path: Path, depth: int) -> None:
+    """Deeper than templates, journals and comparisons can follow."""
+    nested: Any = 1
+    for _ in range(depth):
+        nested = [nested]
+    call = {"function": {"name": "f", "arguments": {"x": nested}}}
+    kinds = [
+        outcome(tmp_path, row).kind
+        for row in (
+            reply("", tool_calls=[call]),
+            chat(ASKED, SAID, tools=[{"name": "f", "parameters": nested}]),
+            {"conversations": nested, "conversation": [nested]},
+        )
+    ]
+    assert kinds == (["used", "used", "refused"] if depth == 60 else ["refused"] * 3)
+
+
 def test_reasoning_that_breaks_off_alone_is_nothing_to_train(tmp_path: Path) -> None:
     assert outcome(tmp_path, reply("<think>\nso")).reason == "no assistant turn to train"
     for whole in ("<think>so</think>yes", "the tag <think> opens a thought"):
@@ -374,7 +392,13 @@ def test_a_prompt_far_too_long_is_refused_by_its_beginning(
         source = SourceConfig(source.path, length=rule, max_tokens=64)
         assert [item.key for item in tokenized([source], TEMPLATE, accounting)] == ["used"]
         assert accounting.refused == {f"{reason} tokens": 1}
-    assert 0 < encoded < 20_000
+    accounting = Accounting()
+    source = write(tmp_path / "rows.jsonl", [{"prompt": "x", "completion": row["prompt"]}, USED])
+    source = SourceConfig(source.path, max_tokens=64)
+    assert [item.key for item in tokenized([source], TEMPLATE, accounting)] == ["used"]
+    assert accounting.refused == {"longer than 64 tokens": 1}
+    assert 0 < encoded < 30_000
+    source = write(tmp_path / "rows.jsonl", [row, USED])
     accounting = Accounting()
     split = SourceConfig(source.path, length="split", max_tokens=64, context=8)
     assert len(list(tokenized([split], TEMPLATE, accounting))) == 2

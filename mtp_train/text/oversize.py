@@ -17,20 +17,24 @@ CHARACTERS = 64  # per token, of the beginning that is encoded: hardly a token i
 def oversize(
     chat: Conversation, tokenizer: PreTrainedTokenizerBase, policy: LengthPolicy
 ) -> Refusal | None:
-    """The refusal of a chat with a message before its first trained reply that alone is too long, if it has one.
+    """The refusal of a chat with a message that alone is too long, up to its first trained reply, if it has one.
 
-    A message counts if its first 64 * max_tokens characters are 2 * max_tokens tokens or more: where they end, a
-    tokenizer may cut otherwise than in the whole text, but not by as much. Others are told once they are encoded.
+    All its sequences begin with these messages. A message counts if its first 64 * max_tokens characters are
+    2 * max_tokens tokens or more: where they end, a tokenizer may cut otherwise than in the whole text, but not by as
+    much. Others are told once they are encoded.
     """
     if policy.rule == "split":
         return None
     size = CHARACTERS * policy.max_tokens
     for index, message in enumerate(chat.messages):
-        if message["role"] == "assistant" and index not in chat.untrained:
-            return None
+        trained = message["role"] == "assistant" and index not in chat.untrained
         text = message["content"]
-        if len(text) > size and _tokens(tokenizer, text[:size]) >= 2 * policy.max_tokens:
+        may_be_cut = trained and (policy.rule == "truncate" or "</think>" in text)
+        far_longer = len(text) > size and not may_be_cut
+        if far_longer and _tokens(tokenizer, text[:size]) >= 2 * policy.max_tokens:
             return policy.refusal()
+        if trained:
+            return None
     return None
 
 

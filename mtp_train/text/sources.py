@@ -308,6 +308,9 @@ def _parse(
             continue
         try:
             item, repairs = _read(row, sources[index], prompts)
+        except RecursionError:  # two values of that depth were compared
+            accounting.refuse("values that are nested too deeply", row.place)
+            continue
         except RowRefused as error:
             place = f"{row.place} ({error.detail})" if error.detail else row.place
             of_file = isinstance(row.value, Fault) and row.value.of_file
