@@ -86,8 +86,10 @@ DOORS = {
 }
 
 
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("same", SAME)
+@pytest.mark.parametrize(
+    ("door", "same"),
+    [*((door, "the file") for door in DOORS), *(("precompute", same) for same in [*SAME][1:])],
+)
 def test_a_file_in_both_roles_is_refused_at_every_door(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, target: Path, door: str, same: str
 ) -> None:
@@ -227,6 +229,28 @@ def test_own_chats_that_hold_a_held_out_turn_are_not_trained(
     assert (len(train), len(held)) == (15, 20)
     assert train.note.accounting["refused"] == {f"{REASON}heldout": 10}
     assert train.note.accounting["input"] == 25
+
+
+def test_regenerate_counts_the_prompts_that_it_skips(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, target: Path
+) -> None:
+    """Through the command: in accounting.json, on screen, and not answered; most of a set is an error at once."""
+    write(tmp_path / "train.jsonl", [chat("hello", QUESTION), chat("hello", "why?"), chat("so?")])
+    write(tmp_path / "heldout.jsonl", [chat(QUESTION)])
+    lines = [f"target.path={target}", "target.dtype=float32", f"run={tmp_path / 'run'}"]
+    lines += [f"regenerate.prompts.{n}={tmp_path / n}.jsonl" for n in ("train", "heldout")]
+    lines += ["regenerate.max_new_tokens=2", "engine.cache_rows=1024"]
+    assert guarded(lambda: dispatch("regenerate", lines)) == 0
+    assert f"skipped 1: {REASON}heldout (first: {tmp_path}" in capsys.readouterr().err
+    folder = tmp_path / "run" / "regenerate"
+    counts = json.loads((folder / "accounting.json").read_text())["train"]
+    assert (counts["input"], counts["success"], counts["skipped"]) == (3, 2, 1)
+    assert counts["refused"] == {f"{REASON}heldout": 1}
+    keys = [json.loads(line)["id"] for line in (folder / "train.jsonl").read_text().splitlines()]
+    assert keys == ["train-1", "train-1#1", "train-2"]
+    write(tmp_path / "train.jsonl", [chat("hello", QUESTION), chat("hi", QUESTION), chat("so?")])
+    assert guarded(lambda: dispatch("regenerate", lines)) == 2
+    assert "2 of 3" in capsys.readouterr().err
 
 
 def test_answers_to_a_conversation_that_overlaps_are_left_out_together(tmp_path: Path) -> None:

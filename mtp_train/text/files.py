@@ -94,13 +94,24 @@ def same_data(one: tuple[str, str, str], other: tuple[str, str, str]) -> str:
 
     What is not there reads nothing.
     """
-    for mine in _read_by(*one):
-        for theirs in _read_by(*other):
-            if mine == theirs:
-                return str(mine[0])
-            if mine[1:] == theirs[1:] == ("",) and _same_bytes(mine[0], theirs[0]):
-                return f"{mine[0]} and {theirs[0]}"
+    mine, theirs = _read_by(*one), _read_by(*other)
+    shared = sorted(set(mine) & set(theirs))
+    if shared:
+        return shared[0][0]
+    sizes: dict[int, list[str]] = {}
+    for file in _files(theirs):
+        sizes.setdefault(os.path.getsize(file), []).append(file)
+    for file in _files(mine):
+        size = os.path.getsize(file)
+        for copy in sizes.get(size, []) if size else []:
+            if filecmp.cmp(file, copy, shallow=False):
+                return f"{file} and {copy}"
     return ""
+
+
+def _files(read: list[tuple[str, str]]) -> list[str]:
+    """What of it is a file, rather than a part of a data set."""
+    return [name for name, split in read if not split]
 
 
 def _read_by(path: str, split: str, name: str) -> list[tuple[str, str]]:
@@ -112,13 +123,6 @@ def _read_by(path: str, split: str, name: str) -> list[tuple[str, str]]:
     except UserError:
         return []
     return [(os.path.realpath(file), split if is_saved(file) else "") for file in found]
-
-
-def _same_bytes(one: str, other: str) -> bool:
-    if os.path.samefile(one, other):
-        return True
-    size = os.path.getsize(one)
-    return 0 < size == os.path.getsize(other) and filecmp.cmp(one, other, shallow=False)
 
 
 def _has_rows(file: Path) -> bool:
