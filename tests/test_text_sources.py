@@ -93,6 +93,8 @@ AS_ONE = {
             {"role": "assistant", "content": [{"type": "text", "value": "pong"}]},
         ]
     },
+    "OpenAssistant": {"messages": [{"role": "prompter", "text": "ping"}, {"role": "assistant", "text": "pong"}]},
+    "an answer that is wanted": {"prompt": "ping", "completion": "pong", "label": True},
     "GPTeacher": {"instruction": "ping", "input": "", "response": "pong"},
     "Dolly": {"instruction": "ping", "context": "", "response": "pong"},
     "keys beside the turns": {

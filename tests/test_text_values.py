@@ -149,6 +149,7 @@ REFUSED = {
     "two conversations": ({"conversations": [ASKED, SAID], "conversation": [ASKED]}, "two values of the conversation"),
     "two answers": ({"instruction": "a", "output": "b", "response": "c"}, "two values of the answer"),
     "two pairs": ({"prompt": "a", "response": "b", "question": "c", "answer": "d"}, "two pairs of prompt and answer"),
+    "an answer that is not wanted": ({"prompt": "a", "completion": "b", "label": False}, "an answer that its label"),
     "two system prompts": ({**chat(ASKED, SAID), "system": "a", "system_prompt": "b"}, "two values of the system"),
     "a reply that is NaN": (reply(NAN), "no reply with text"),
     "a question that is NaN": (chat({"role": "user", "content": NAN}, SAID), "a user turn without content"),

@@ -127,6 +127,8 @@ def _pair(row: Mapping[str, Any]) -> Chat:
     ((question, answer), *others) = _pairs(row)
     if any((row[q], row[a]) != (row[question], row[answer]) for q, a in others):
         raise RowRefused("two pairs of prompt and answer in one row", _keys(row))
+    if row.get("label") is False:  # TRL's unpaired preferences
+        raise RowRefused("an answer that its label says is not wanted")
     before = _history_turns(row.get("history", []), empty=True)
     asked = row[question] if isinstance(row[question], list) else [_turn("user", row[question])]
     said = row[answer] if isinstance(row[answer], list) else [_answer(row[answer])]

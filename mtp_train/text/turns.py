@@ -26,6 +26,7 @@ from mtp_train.text.values import (
 ROLES = ("system", "user", "assistant", "tool")
 ALIASES = {  # part of their forms, no repair
     "human": "user",
+    "prompter": "user",
     "gpt": "assistant",
     "model": "assistant",
     "bot": "assistant",
