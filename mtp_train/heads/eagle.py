@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from mtp_train.attention.interface import AttentionContext
 from mtp_train.heads.base import DraftHead
 from mtp_train.heads.block import (
-    POSITIONS,
     Rotary,
     make_block,
     require_block,
@@ -40,7 +39,7 @@ class EagleConfig:
 
     Attributes:
         block: `target` for its own decoder layer class, `llama` for a plain Llama's of its sizes.
-        layer: what a Llama block has for itself: a key of `block.OWN`.
+        layer: what a Llama block has for itself: intermediate_size, rms_norm_eps, rope_parameters.
         init: `last_layer` or `random`, as for `mtp`: without norms `last_layer` begins near the same function.
         embedding_noise: standard deviation of the embedding half of `fc` at the start, over sqrt(D).
     """
@@ -68,10 +67,6 @@ class EagleHead(DraftHead):
         self.block = make_block(target, input_norm=False, kind=config.block, layer=config.layer)
         self.rotary = Rotary(target, config.block, config.layer)
         self.float()
-
-    @property
-    def positions(self) -> int:
-        return int(self.config.layer.get(POSITIONS, 0))
 
     def decoder_blocks(self) -> list[nn.Module]:
         return [self.block]

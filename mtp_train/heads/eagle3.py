@@ -26,7 +26,6 @@ from mtp_train.attention.interface import AttentionContext
 from mtp_train.core.errors import UserError
 from mtp_train.heads.base import DraftHead
 from mtp_train.heads.block import (
-    POSITIONS,
     Rotary,
     float_state,
     gain,
@@ -58,7 +57,7 @@ class Eagle3Config:
 
     Attributes:
         block: `target` for its own decoder layer class, `llama` for a plain Llama's of its sizes.
-        layer: what a Llama block has for itself: a key of `block.OWN`.
+        layer: what a Llama block has for itself: intermediate_size, rms_norm_eps, rope_parameters.
         init: `last_layer` begins as the target's last layer applied to the third state, with the target's own final
             norm and lm_head rows; `random` does not.
         embedding_noise: standard deviation of the embedding half of q, k and v at the start, over sqrt(D).
@@ -123,10 +122,6 @@ class Eagle3Head(DraftHead):
         self.lm_head = nn.Linear(width, size or target.vocab_size, bias=False)
         self.rotary = Rotary(target, config.block, config.layer)
         self.float()
-
-    @property
-    def positions(self) -> int:
-        return int(self.config.layer.get(POSITIONS, 0))
 
     def decoder_blocks(self) -> list[nn.Module]:
         return [self.block]
