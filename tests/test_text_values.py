@@ -200,7 +200,7 @@ def test_depth_costs_the_row_alone(tmp_path: Path, depth: int) -> None:
             {"conversations": nested, "conversation": [nested]},
         )
     ]
-    assert kinds == (["used", "used", "refused"] if depth == 60 else ["refused"] * 3)
+    assert [kind == "refused" for kind in kinds] == [depth > 60, depth > 60, True]
 
 
 def test_reasoning_that_breaks_off_alone_is_nothing_to_train(tmp_path: Path) -> None:
