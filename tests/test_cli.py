@@ -121,21 +121,6 @@ def held_out(folder: Path) -> Path:
     return path
 
 
-def test_prompts_that_are_trained_and_held_out(
-    capsys: pytest.CaptureFixture[str], target_folder: Path, tmp_path: Path
-) -> None:
-    both = held_out(tmp_path)
-    line = mistake(
-        capsys,
-        "regenerate",
-        f"target.path={target_folder}",
-        f"run={tmp_path / 'run'}",
-        f"regenerate.prompts.train={both}",
-        f"regenerate.prompts.heldout={both}",
-    )
-    assert "1 of 1" in line
-
-
 def test_a_misspelt_key_is_answered_with_the_right_one(capsys: pytest.CaptureFixture[str]) -> None:
     line = mistake(capsys, "train", "target.path=x", "train.epoch=1", "run=runs/none")
     assert "did you mean train.epochs?" in line
@@ -288,7 +273,7 @@ def test_a_missing_target_folder(capsys: pytest.CaptureFixture[str], tmp_path: P
         "target.path=/no/such/folder",
         f"run={tmp_path}",
         f"regenerate.prompts.train={tmp_path}/prompts.jsonl",
-        f"regenerate.prompts.heldout={tmp_path}/prompts.jsonl",
+        f"regenerate.prompts.heldout={held_out(tmp_path)}",
     )
     assert "/no/such/folder" in line
 

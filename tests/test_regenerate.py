@@ -19,8 +19,10 @@ from mtp_train.dialogue.talks import reply_text, request_seed
 from mtp_train.engine.engine import Engine, EngineConfig
 from mtp_train.engine.sequences import Batch, Request
 from mtp_train.engine.step import Step
+from mtp_train.evaluate.sets import chat_set
 from mtp_train.models.target import Target, load_tokenizer, stop_tokens
 from mtp_train.regenerate.stage import Outcome, RegenerateConfig, regenerate
+from mtp_train.text.alternation import SYSTEM_FOLDED
 from mtp_train.text.joined import join_turns
 from mtp_train.text.sources import read_answers, read_conversations
 from mtp_train.text.template import ChatTemplate
@@ -306,6 +308,33 @@ def test_a_turn_that_fails_ends_its_conversation(lively: Target, tmp_path: Path)
     before = out.read_bytes()
     assert regenerate(served, ChatTemplate(tokenizer), STOP, config, "train", out) == outcome
     assert out.read_bytes() == before, "the same again from the finished file"
+
+
+def test_a_system_prompt_that_the_template_takes_not_is_asked_as_a_client_would(
+    lively: Target, tmp_path: Path
+) -> None:
+    """Before the first question, in training prompts and in prompt sets; counted by its rule."""
+    system = {"role": "system", "content": "be brief."}
+    rows: list[object] = [
+        {"id": "a", "messages": [system, user("why?"), user("why so?")]},
+        {"id": "b", "messages": [user("why?")]},
+    ]
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
+        + str(tokenizer.chat_template)
+    )
+    template = ChatTemplate(tokenizer)
+    path = write(tmp_path / "p", rows)
+    config = RegenerateConfig({"train": path}, {}, max_new_tokens=9)
+    out = tmp_path / "out.jsonl"
+    outcome = regenerate(Engine(lively, None, ANSWERING), template, STOP, config, "train", out)
+    assert [row["id"] for row in read(out)] == ["a", "a#1", "b"]
+    assert read(out)[0]["messages"] == [user("be brief.\n\nwhy?")]
+    assert outcome.accounting.repaired == {SYSTEM_FOLDED: 1}
+    assert outcome.accounting.used == 1
+    prompts = chat_set("mine", path, template, STOP, 9)
+    assert prompts.requests[0].prompt == tuple(read(out)[0]["prompt_ids"])
 
 
 def test_nothing_answered_is_an_error(lively: Target, tmp_path: Path) -> None:

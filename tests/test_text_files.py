@@ -6,6 +6,7 @@ import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pyarrow
@@ -235,6 +236,27 @@ def test_damaged_files_cost_only_themselves(tmp_path: Path) -> None:
     kept = [row for row in read_file(tmp_path / "g.jsonl.gz") if not isinstance(row.value, Fault)]
     assert 100 < len(kept) < 5000
     assert kept[-1].value["id"] == len(kept) - 1
+
+
+@pytest.mark.parametrize("kind", ["stream", "file", "parquet"])
+def test_flipped_bytes_of_a_table_are_a_fault_at_most(tmp_path: Path, kind: str) -> None:
+    """A wrong offset in an Arrow file points anywhere: unchecked, reading it ends the process."""
+    table = pyarrow.Table.from_pylist(TABLE[:40])
+    path = tmp_path / "t.arrow"
+    if kind == "parquet":
+        parquet.write_table(table, path)
+    else:
+        make = {"stream": pyarrow.ipc.new_stream, "file": pyarrow.ipc.new_file}[kind]
+        with make(path, table.schema) as writer:
+            writer.write_table(table)
+    whole, random = path.read_bytes(), Random(1)
+    damaged = 0
+    for _ in range(150):
+        data = bytearray(whole)
+        data[random.randrange(8, len(data))] = random.randrange(256)
+        path.write_bytes(data)
+        damaged += bool(faults(read_file(path)))
+    assert damaged
 
 
 def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:

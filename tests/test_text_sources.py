@@ -13,7 +13,7 @@ from mtp_train.core.errors import UserError
 from mtp_train.core.records import Accounting, Conversation, TokenizedConversation
 from mtp_train.models.target import load_tokenizer
 from mtp_train.text import template as rules
-from mtp_train.text import turns
+from mtp_train.text import turns, values
 from mtp_train.text.forms import FORMS
 from mtp_train.text.sources import (
     LEFT_OUT,
@@ -87,12 +87,16 @@ AS_ONE = {
     "chosen chat": {"chosen": [*PING], "rejected": [PING[0], {"role": "assistant", "content": "?"}]},
     "chosen chat that repeats its prompt": {"prompt": "ping", "chosen": [*PING]},
     "chosen text": {"prompt": "ping", "chosen": "pong", "rejected": "pang"},
-    "text parts": {
+    "a text part": {
         "messages": [
-            {"role": "user", "content": [{"type": "text", "text": "pi"}, {"type": "text", "value": "ng"}]},
-            {"role": "assistant", "content": ["pong"]},
+            {"role": "user", "content": [{"type": "text", "text": "ping"}]},
+            {"role": "assistant", "content": [{"type": "text", "value": "pong"}]},
         ]
     },
+    "OpenAssistant": {"messages": [{"role": "prompter", "text": "ping"}, {"role": "assistant", "text": "pong"}]},
+    "an answer that is wanted": {"prompt": "ping", "completion": "pong", "label": True},
+    "GPTeacher": {"instruction": "ping", "input": "", "response": "pong"},
+    "Dolly": {"instruction": "ping", "context": "", "response": "pong"},
     "keys beside the turns": {
         "messages": [
             {"role": "user", "content": "ping", "markdown": None, "text": "ping"},
@@ -121,6 +125,12 @@ def test_input_history_and_system_of_an_alpaca_row_come_in_order(tmp_path: Path)
     found, _ = read_one(tmp_path, row)
     assert found is not None
     assert found.messages == talk("s:Be brief.", "u:a", "a:b", "u:Add.\n\n2 and 3", "a:5")
+
+
+def test_dollys_context_and_category_are_read(tmp_path: Path) -> None:
+    row = {"instruction": "Add.", "context": "2 and 3", "response": "5", "category": "closed_qa"}
+    found, _ = read_one(tmp_path, row)
+    assert found == Conversation("rows.jsonl:1", talk("u:Add.\n\n2 and 3", "a:5"), "closed_qa")
 
 
 def test_a_form_may_be_named(tmp_path: Path) -> None:
@@ -248,7 +258,7 @@ REPAIRS = {
         PING,
     ),
     "two styles": ({"conversations": [{"from": "human", "value": "ping"}, PING[1]]}, turns.MIXED, PING),
-    "number": (sharegpt(("human", "6*7?"), ("gpt", 42)), turns.NUMBER, talk("u:6*7?", "a:42")),
+    "number": (sharegpt(("human", "6*7?"), ("gpt", 42)), values.NUMBER, talk("u:6*7?", "a:42")),
     "null reply": (
         sharegpt(("human", "?"), ("gpt", None), ("human", "ping"), ("gpt", "pong")),
         turns.EMPTY_REPLY,
@@ -261,7 +271,7 @@ REPAIRS = {
     ),
     "fractional weight": (
         {"messages": [PING[0], {**PING[1], "weight": 0.5}]},
-        turns.WEIGHTS,
+        values.WEIGHTS,
         PING,
     ),
     "opening": (sharegpt(("gpt", "Hi!"), ("human", "ping"), ("gpt", "pong")), turns.OPENING,
@@ -291,7 +301,7 @@ def test_several_repairs_of_a_row_are_counted_once(tmp_path: Path) -> None:
     _, accounting = read_one(tmp_path, sharegpt(("Human", "6*7?"), ("chatgpt", 42)))
     assert list(accounting.repaired.values()) == [1]
     (rule,) = accounting.repaired
-    assert set(rule.split("; ")) == {turns.SPELLING, turns.NUMBER, turns.NAMED_ASSISTANT}
+    assert set(rule.split("; ")) == {turns.SPELLING, values.NUMBER, turns.NAMED_ASSISTANT}
 
 
 # --- refusals -------------------------------------------------------------------------------------------------
@@ -466,7 +476,8 @@ def test_keys_are_unique_whatever_the_rows_say(tmp_path: Path, template: ChatTem
     ]
     found, accounting = sequences(template, *sources)
     keys = [record.key for record in found]
-    assert len(set(keys)) == len(keys) == accounting.used == 14
+    assert len(set(keys)) == len(keys) == accounting.total == 14
+    assert accounting.repaired == {values.LABEL: 2}
     assert keys[:7] == ["dup", "dup~2", "dup~2~2", "a.jsonl:4", "a.jsonl:5", "7", "a.jsonl:7"]
     assert [chat.key for chat in conversations(sources, Accounting())] == keys
 

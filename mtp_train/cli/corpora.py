@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from mtp_train.cli.job import Job
+from mtp_train.cli.separation import held_out_text
 from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import digest
 from mtp_train.models.identity import TEXT
@@ -29,19 +29,23 @@ def text_inputs(job: Job) -> Any:
     )
     before = job.folder.require("regenerate")["outputs"] if regenerated else None
     own = {name: sources_digest(data.sources(name)) for name in data.sets}
-    return [before, own, asdict(replace(data, sets={}))]
+    lengths = {name: list(map(asdict, found)) for name, found in data.policies(job.bound).items()}
+    return [before, own, asdict(replace(data, sets={})), lengths]
 
 
 def corpora(job: Job) -> dict[str, Corpus]:
     """The text of every set, tokenised; made where it isn't there."""
     data: DataConfig = job.section("data", DataConfig)
+    answers = {
+        name: job.folder.answers(name)
+        for name in job.config["regenerate"]["prompts"]
+        if job.folder.answers(name).is_file()
+    }
+    job.folder.require_same("regenerate", *answers.values())
+    held_out = held_out_text(data, answers)
     found = {}
     for name in SETS:
-        answered: Path | None = job.folder.answers(name)
-        if not (answered and answered.is_file() and name in job.config["regenerate"]["prompts"]):
-            answered = None
-        if answered:
-            job.folder.require_same("regenerate", answered)
+        answered = answers.get(name)
         if not answered and name not in data.sets:
             raise UserError(
                 f"the set {name} needs text",
@@ -56,5 +60,7 @@ def corpora(job: Job) -> dict[str, Corpus]:
             job.template,
             digest([job.target_inputs[name] for name in TEXTS]),
             job.vocabulary,
+            held_out if name == "train" else {},
+            job.bound,
         )
     return found

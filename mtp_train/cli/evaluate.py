@@ -16,15 +16,16 @@ from mtp_train.checkpoint.heads import CARD, HeadCard, load_head, read_card, req
 from mtp_train.cli.job import Job
 from mtp_train.cli.main import dispatch, guarded
 from mtp_train.cli.run_folder import run_stage
+from mtp_train.cli.separation import trained_among
 from mtp_train.core.provenance import file_digest, versions, write_json
 from mtp_train.evaluate import stage as measure
 from mtp_train.evaluate.runs import Bench
-from mtp_train.evaluate.sets import PromptSet, answered_set, chat_set, tell
+from mtp_train.evaluate.sets import PromptSet, answered_set, chat_set, tell, within
 from mtp_train.evaluate.speed import measure_speeds
 from mtp_train.evaluate.stage import ANSWERED, EvaluateConfig
 from mtp_train.heads.base import DraftHead
 from mtp_train.models.target import Target
-from mtp_train.text.sources import read_sources, sources_digest
+from mtp_train.text.sources import DataConfig, read_sources, sources_digest
 from mtp_train.train.loop import CURVES
 
 SETS = ANSWERED
@@ -64,7 +65,7 @@ def _work(job: Job, config: EvaluateConfig) -> Any:
     bench = Bench(job.folder.stage("evaluate") / "completions", ranks, config.seed)
     target = job.target(tensor_parallel=size)
     head, card = load_head(job.folder.head, target)
-    sets = _sets(job, config)
+    sets = [within(prompts, head.positions) for prompts in _sets(job, config)]
     acceptance = measure.measure_acceptance(target, head, sets, config, job.engine_config, bench)
     if ranks.main:
         for prompts in sets:
@@ -161,9 +162,11 @@ def _sets(job: Job, config: EvaluateConfig) -> list[PromptSet]:
     answered = [
         answered_set(name, job.folder.answers(name), stop, longest) for name in set_names(job)
     ]
-    named = [
-        chat_set(name, value, job.template, stop, longest) for name, value in config.sets.items()
-    ]
+    data: DataConfig = job.section("data", DataConfig)
+    named = []
+    for name, value in config.sets.items():
+        trained = trained_among(read_sources(value), data, job.folder.answers("train"))
+        named.append(chat_set(name, value, job.template, stop, longest, trained))
     return [*answered, *named]
 
 

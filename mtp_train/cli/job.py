@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from mtp_train.cli.config import load_config, section
 from mtp_train.cli.run_folder import RunFolder
+from mtp_train.cli.separation import require_other_files
 from mtp_train.core.dist import Ranks, launched_ranks
 from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import read_json
@@ -24,10 +25,11 @@ from mtp_train.evaluate.stage import EvaluateConfig
 from mtp_train.export.formats import usual
 from mtp_train.export.layout import Layout
 from mtp_train.export.stage import ExportConfig, require_servable
-from mtp_train.heads.families import family_of
+from mtp_train.heads.families import family_of, positions_of
 from mtp_train.models.folder import require_model_folder
 from mtp_train.models.identity import Identity, folder_identity
 from mtp_train.models.quantised import NONE, require_quantisation
+from mtp_train.models.sizes import folder_config
 from mtp_train.models.target import (
     Target,
     load_tokenizer,
@@ -38,6 +40,7 @@ from mtp_train.models.target import (
 from mtp_train.precompute.estimate import PlanConfig
 from mtp_train.precompute.stage import PrecomputeConfig
 from mtp_train.regenerate.stage import RegenerateConfig
+from mtp_train.text.lengths import Bound
 from mtp_train.text.sources import DataConfig
 from mtp_train.text.template import ChatTemplate
 from mtp_train.train.config import TrainConfig
@@ -164,6 +167,7 @@ class Job:
             cls,
         ) in SECTIONS.items():  # a mistake in the last stage's keys shows before the first one runs
             self.section(name, cls)
+        require_other_files(self.config)
         self.head_config = self._head_config()
         if self.layout and not self.layout.not_held(self.head_config):  # others are never served
             require_servable(self.folder.root, self.layout)
@@ -254,6 +258,17 @@ class Job:
         """The target's vocabulary, as its config says it."""
         folder = require_model_folder(self.target_config.path)
         return int(read_json(folder / "config.json")["vocab_size"])
+
+    @cached_property
+    def bound(self) -> Bound:
+        """The longest sequence that target and head have positions for."""
+        values = self.target_config
+        config = folder_config(
+            require_model_folder(values.path), trust_remote_code=values.trust_remote_code
+        )
+        target = Bound(int(config.max_position_embeddings), "the target's positions")
+        own = positions_of(self.head_config)
+        return Bound(own, "the head's positions") if 0 < own < target.positions else target
 
     def features(self, name: str) -> str:
         """Where the features of a set lie: in the run folder, or at the address of precompute.out."""

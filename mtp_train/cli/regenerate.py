@@ -7,14 +7,16 @@ from typing import Any
 
 from mtp_train.cli.job import Job
 from mtp_train.cli.run_folder import run_stage
+from mtp_train.cli.separation import held_out_prompts
 from mtp_train.core.errors import UserError
 from mtp_train.core.progress import say
 from mtp_train.core.provenance import file_digest, write_json
 from mtp_train.core.records import Accounting
-from mtp_train.dialogue.plans import question, read_plans
+from mtp_train.dialogue.plans import read_plans
 from mtp_train.engine.engine import Engine
 from mtp_train.regenerate.server import Server
 from mtp_train.regenerate.stage import Answerer, Outcome, RegenerateConfig, regenerate
+from mtp_train.text.overlap import require_few
 from mtp_train.text.sources import asked, read_sources, sources_digest
 
 SETS = ("train", "heldout", "ood")
@@ -61,12 +63,13 @@ def asked_tokens(job: Job) -> dict[str, tuple[int, int]]:
 
 
 def _work(job: Job, config: RegenerateConfig) -> Any:
-    _require_disjoint(config)
+    held_out = _held_out(config)
     answerer = _answerer(job, config)
     counts: dict[str, Any] = {}
     for name in config.prompts:
         out = job.folder.answers(name)
-        outcome = regenerate(answerer, job.template, job.stop, config, name, out)
+        others = held_out if name == "train" else {}
+        outcome = regenerate(answerer, job.template, job.stop, config, name, out, others)
         counts[name] = outcome.as_dict()
         _tell(name, outcome)
     write_json(job.folder.stage("regenerate") / "accounting.json", counts)
@@ -101,17 +104,12 @@ def _tell(name: str, outcome: Outcome) -> None:
         say(f"  error {rows}: {reason} (first: {accounting.examples[reason]})")
 
 
-def _require_disjoint(config: RegenerateConfig) -> None:
-    """A held-out prompt that is trained on measures memory."""
-    kept = {
-        name: {question(chat) for chat, _ in asked(read_sources(value), Accounting())}
-        for name, value in config.prompts.items()
-    }
-    for name in set(kept) - {"train"}:
-        shared = len(kept["train"] & kept[name])
-        if shared:
-            raise UserError(
-                f"prompts of {name} must not be among those of train",
-                f"{shared} of {len(kept[name])} are",
-                "hold out whole conversations",
-            )
+def _held_out(config: RegenerateConfig) -> dict[bytes, str]:
+    """What the sets beside train ask. Raises, before a model is loaded, if most of train asks it too."""
+    held_out = held_out_prompts(config.prompts)
+    accounting = Accounting()
+    accounting.used = sum(
+        1 for _ in asked(read_sources(config.prompts["train"]), accounting, others=held_out)
+    )
+    require_few(accounting, "train")
+    return held_out

@@ -7,6 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+def printable(text: str) -> str:
+    """A text that UTF-8 can write: half a surrogate pair, as in a broken row or a file's name, as its number."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 @dataclass(frozen=True)
 class Conversation:
     """A chat in the OpenAI form, whatever form its source has.
@@ -69,12 +74,21 @@ class Accounting:
             del self.repaired[rule]
 
     def repair(self, rule: str, example: str = "") -> None:
+        rule = printable(rule)
         self.repaired[rule] = self.repaired.get(rule, 0) + 1
         if example:
-            self.examples.setdefault(rule, example)
+            self.examples.setdefault(rule, printable(example))
 
-    def refuse(self, reason: str, example: str) -> None:
+    def refuse(self, reason: str, example: str, every: bool = False) -> None:
+        """A row that is not used.
+
+        Args:
+            every: name each example, not the first alone: it stands for the rest of a file.
+        """
+        reason, example = printable(reason), printable(example)
         self.refused[reason] = self.refused.get(reason, 0) + 1
+        if every and reason in self.examples:
+            self.examples[reason] += f", {example}"
         self.examples.setdefault(reason, example)
 
     def note(self, what: str, count: int = 1) -> None:

@@ -12,13 +12,12 @@ nothing, so a conversation is answered up to its first tool result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
 from mtp_train.core.errors import UserError
-from mtp_train.core.provenance import digest
 from mtp_train.core.records import Accounting, Conversation
 from mtp_train.text.sources import SourceConfig, asked
 
@@ -40,13 +39,17 @@ class Plan:
 
 
 def read_plans(
-    sources: Sequence[SourceConfig], limit: int, limit_name: str, accounting: Accounting
+    sources: Sequence[SourceConfig],
+    limit: int,
+    limit_name: str,
+    accounting: Accounting,
+    others: Mapping[bytes, str] | None = None,
 ) -> list[Plan]:
-    """The first `limit` conversations of the sources (0: all). Those that ask nothing are refused in `accounting`; the
-    others are not counted yet.
+    """The first `limit` conversations of the sources (0: all). Those that ask nothing, or what `others` offer (see
+    text.overlap), are refused in `accounting`; the rest is not counted yet.
     """
     plans = []
-    for number, (conversation, _) in enumerate(asked(sources, accounting)):
+    for number, (conversation, _) in enumerate(asked(sources, accounting, others=others)):
         turns, own = split_turns(conversation.messages)
         if limit and number >= limit:
             accounting.refuse(f"beyond {limit_name}", conversation.key)
@@ -96,11 +99,6 @@ def split_turns(
         return tuple(turns), TOOLS
     given = any(message["role"] == "assistant" for message in kept)
     return tuple(turns), DROPPED if given else ""
-
-
-def question(conversation: Conversation) -> str:
-    """Digest of what a conversation asks, whatever it was answered: to compare prompts by."""
-    return digest(split_turns(conversation.messages)[0])
 
 
 def _require_unique(plans: Sequence[Plan], sources: Sequence[SourceConfig]) -> None:

@@ -10,16 +10,18 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from mtp_train.core.errors import UserError
+from mtp_train.core.records import Conversation
 from mtp_train.dialogue.plans import Plan
 from mtp_train.dialogue.rows import completion_row
 from mtp_train.engine.sequences import Completion, Request
+from mtp_train.text.alternation import served_otherwise
 from mtp_train.text.template import ChatTemplate
 
 UNANSWERED = ("refused", "failed", "error")  # how completions begin to say why there is no answer
@@ -160,20 +162,43 @@ class Dialogue:
         }
 
 
-def require_renderable(template: ChatTemplate, plans: Iterable[Plan]) -> None:
-    """Raise if the template fails on every first prompt: then nothing is worth beginning."""
+def renderable(template: ChatTemplate, plans: Iterable[Plan]) -> list[Plan]:
+    """The plans, those with a system prompt that the template does not take as a client would send them instead.
+
+    Raises:
+        UserError: the template fails on every first prompt: then nothing is worth beginning.
+    """
+    found: list[Plan] = []
     reason: object = "no prompts"
+    rendered = False
     for plan in plans:
+        has_system = plan.turns[0][0]["role"] == "system"
+        if has_system or not rendered:
+            plan, why = _fitted(template, plan)
+            reason, rendered = why or reason, rendered or not why
+        found.append(plan)
+    if not rendered:
+        raise UserError(
+            "the chat template must render at least one prompt",
+            reason,
+            "check the target's chat template and the prompts",
+        )
+    return found
+
+
+def _fitted(template: ChatTemplate, plan: Plan) -> tuple[Plan, object]:
+    """The plan in a form whose first prompt the template renders, or as it is and why it fails."""
+    first = Conversation(plan.conversation.key, plan.turns[0])
+    reason: object = ""
+    for chat, rules in [(first, list[str]()), *served_otherwise(first)]:
         try:
-            render(template, plan, plan.turns[0])
-            return
+            render(template, plan, chat.messages)
         except UserError as error:
-            reason = error.received
-    raise UserError(
-        "the chat template must render at least one prompt",
-        reason,
-        "check the target's chat template and the prompts",
-    )
+            reason = reason or error.received
+            continue
+        repair = "; ".join(filter(None, [plan.repair, *rules]))
+        return replace(plan, turns=(chat.messages, *plan.turns[1:]), repair=repair), ""
+    return plan, reason
 
 
 def render(

@@ -37,9 +37,12 @@ class Parts:
 
     @property
     def limit(self) -> int:
-        """Longest sequence: what the target's positions and the whole cache hold, drafts' rows included."""
+        """Longest sequence: what target's and head's positions and the whole cache hold, drafts' rows included."""
         capacity = self.pages.pages * self.pages.page_size
-        return min(self.target.max_positions, capacity - self.proposer.room - 2)
+        positions = self.target.max_positions
+        return min(
+            positions, self.proposer.positions or positions, capacity - self.proposer.room - 2
+        )
 
     def refusal(self, request: Request, sampling: Sampling) -> str:
         """Why a request can't run here; empty if it can."""

@@ -145,6 +145,7 @@ class Proposer(Protocol):
         ahead: row p reads token x[p+ahead]: 1 beside the target's state, 0 without one.
         reach: tokens after a row on which what it caches there depends; None: pages can't be shared.
         early: whether it can draft with no plan but its carry.
+        positions: the longest sequence that it drafts for; 0: as long as the target's.
     """
 
     drafts: int
@@ -155,6 +156,7 @@ class Proposer(Protocol):
     ahead: int
     reach: int | None
     early: bool
+    positions: int
 
     def observe(
         self,
@@ -189,6 +191,7 @@ class NoProposer:
     ahead = 1
     reach: int | None = 0
     early = False
+    positions = 0
 
     def observe(
         self,
@@ -216,6 +219,7 @@ class HeadRunner:
         self.cache_layers = head.cache_layers
         self.states = head.states
         self.ahead = head.ahead
+        self.positions = head.positions
 
     def observe(
         self,

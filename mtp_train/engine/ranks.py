@@ -68,6 +68,7 @@ class Follower(NoProposer):
     def __init__(self, proposer: Proposer) -> None:
         self.drafts, self.depth, self.room = proposer.drafts, proposer.depth, proposer.room
         self.states, self.ahead = proposer.states, proposer.ahead
+        self.positions = proposer.positions
         self.reach, self.early = proposer.reach, proposer.early
         self.cache_layers = 0
         self.tree = hasattr(proposer, "paths")

@@ -6,7 +6,7 @@ Knows no engine: who answers them is `runs.py`'s.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ from mtp_train.core.errors import UserError
 from mtp_train.core.progress import say
 from mtp_train.core.records import Accounting
 from mtp_train.dialogue.plans import Plan, read_plans
-from mtp_train.dialogue.talks import render, require_renderable
+from mtp_train.dialogue.talks import render, renderable
 from mtp_train.engine.sequences import Request
 from mtp_train.text.sources import Answer, read_answers, read_sources
 from mtp_train.text.template import ChatTemplate
@@ -105,20 +105,25 @@ def answered_set(name: str, path: Path, stop: frozenset[int], max_new_tokens: in
 
 
 def chat_set(
-    name: str, value: Any, template: ChatTemplate, stop: frozenset[int], max_new_tokens: int
+    name: str,
+    value: Any,
+    template: ChatTemplate,
+    stop: frozenset[int],
+    max_new_tokens: int,
+    trained: Mapping[bytes, str] | None = None,
 ) -> PromptSet:
     """A set of a text source's conversations and prompts: their users' turns, given replies dropped.
 
     Args:
         value: a source or a list of them, as `text.sources.read_sources` takes it.
+        trained: what the training data offers: a conversation that overlaps is refused (see text.overlap).
 
     Raises:
         UserError: the source is not there, or has no usable row.
     """
     accounting = Accounting()
     sources = read_sources(value)
-    plans = read_plans(sources, 0, "", accounting)
-    require_renderable(template, plans)
+    plans = renderable(template, read_plans(sources, 0, "", accounting, trained))
     categories = {
         plan.key(turn): plan.conversation.category
         for plan in plans
@@ -131,6 +136,28 @@ def chat_set(
     )
     chats = Chats(tuple(plans), template, max_new_tokens, stop)
     return PromptSet(name, first, categories, chats=chats, accounting=accounting)
+
+
+def within(prompts: PromptSet, positions: int) -> PromptSet:
+    """What of a set fits, answer included, into the positions of a head that has fewer than its target; 0: any head.
+
+    The rest is refused. Later turns of conversations are judged when they are asked.
+    """
+    if not positions:
+        return prompts
+    fits = [r for r in prompts.requests if len(r.prompt) + r.max_new_tokens <= positions]
+    keys = {request.key for request in fits}
+    if prompts.chats is None:
+        reason = f"longer with its answer than the head's {positions} positions"
+        for request in prompts.requests:
+            if request.key not in keys:
+                prompts.accounting.refuse(reason, request.key)
+    answers = tuple(
+        answer
+        for answer in prompts.answers
+        if answer.key in keys and len(answer.prompt_ids) + len(answer.output_ids) <= positions
+    )
+    return replace(prompts, requests=tuple(fits), answers=answers)
 
 
 def require_names(names: Sequence[str], taken: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mtp_train.core.errors import UserError
-from mtp_train.heads.block import OWN, unlike_llama
+from mtp_train.heads.block import OWN, POSITIONS, unlike_llama
 from mtp_train.models.plain import plain_config, read_config
 from mtp_train.models.target import Target
 
@@ -109,7 +109,7 @@ def read_layer(config: Mapping[str, Any], target: Target) -> dict[str, Any]:
                 f"{name} {theirs[name]}",
                 "name the target that it was trained for",
             )
-    others = [key for key in SIZES if key not in ("max_position_embeddings", *OWN)]
+    others = [key for key in SIZES if key not in OWN]
     odd = [f"{key} {theirs[key]} for {ours[key]}" for key in others if theirs[key] != ours[key]]
     if odd:
         raise UserError(
@@ -117,6 +117,8 @@ def read_layer(config: Mapping[str, Any], target: Target) -> dict[str, Any]:
             ", ".join(odd),
             "check its config.json against the target's",
         )
+    if POSITIONS not in config or theirs[POSITIONS] > ours[POSITIONS]:
+        theirs[POSITIONS] = ours[POSITIONS]  # a head is run at its target's positions
     return {key: theirs[key] for key in OWN if theirs[key] != ours[key]}
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from mtp_train.attention.interface import AttentionContext
 from mtp_train.core.errors import UserError
+from mtp_train.heads.block import POSITIONS
 from mtp_train.models.packed import pack_linears
 from mtp_train.models.target import POST_NORM, Target
 
@@ -98,6 +99,11 @@ class DraftHead(nn.Module, ABC):
     def projections(self) -> list[Projection]:
         """Those of [embedding | state] to what a decoder block works on, which can be fitted to features."""
         return []
+
+    @property
+    def positions(self) -> int:
+        """The longest sequence that it was made for, by the layer of its own that it may have; 0: its target's."""
+        return int(getattr(self.config, "layer", {}).get(POSITIONS, 0))
 
     def decoder_blocks(self) -> list[nn.Module]:
         """Its decoder blocks, which ranks that hold a target together share as they do the target's."""

@@ -20,10 +20,12 @@ from mtp_train.models.target import Target, by_layer_type
 
 HEAD_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 BLOCKS = ("target", "llama")  # head.block: whose classes block, RoPE and norms are of
+POSITIONS = "max_position_embeddings"
 OWN = (
     "intermediate_size",
     "rms_norm_eps",
     "rope_parameters",
+    POSITIONS,  # fewer than the target's: longer sequences are neither trained nor drafted
 )  # that a Llama block may have for itself
 Layer = Mapping[str, Any]  # some of `OWN`
 

@@ -108,6 +108,10 @@ class DraftModelHead(DraftHead):
         last: Tensor = out.last_hidden_state.squeeze(0)
         return last
 
+    @property
+    def positions(self) -> int:
+        return positions(self.config)
+
     def require_rollout(self, steps: int) -> None:
         if steps != 1:
             rule = "train.rollout_steps must be 1 for a draft_model: later steps would repeat the first"
@@ -128,6 +132,11 @@ def settle(config: DraftModelConfig) -> DraftModelConfig:
     if not config.path:
         return config
     return replace(config, model=config_values(folder_config(config.path)))
+
+
+def positions(config: DraftModelConfig) -> int:
+    """The longest sequence of a model of this config; 0 where there is none yet."""
+    return int(config_of(config.model).max_position_embeddings) if config.model else 0
 
 
 def build(target: Target, config: DraftModelConfig, seed: int = 0) -> DraftModelHead:

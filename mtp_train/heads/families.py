@@ -15,6 +15,7 @@ from torch import Tensor
 from mtp_train.core.errors import UserError
 from mtp_train.heads import draft_model, eagle, eagle3, medusa, mtp
 from mtp_train.heads.base import DraftHead
+from mtp_train.heads.block import POSITIONS
 from mtp_train.models.target import Target
 
 
@@ -89,6 +90,13 @@ def make_settings(settings: dict[str, Any]) -> Any:
 def make_head(target: Target, settings: dict[str, Any]) -> DraftHead:
     """A head with its tensors unset, on the CPU, of the settings that it was saved with."""
     return family_of(settings["family"]).head(target, make_settings(settings))
+
+
+def positions_of(config: Any) -> int:
+    """The longest sequence that a head of this config was made for; 0: as long as its target's. Loads no weights."""
+    if isinstance(config, draft_model.DraftModelConfig):
+        return draft_model.positions(draft_model.settle(config))
+    return int(getattr(config, "layer", {}).get(POSITIONS, 0))
 
 
 def outline_head(target: Target, config: Any) -> DraftHead:

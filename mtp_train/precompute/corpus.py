@@ -5,7 +5,7 @@ The tokens lie in a corpus beside the features, made by one rank for all. Knows 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,9 +15,19 @@ from mtp_train.core.provenance import digest, file_digest
 from mtp_train.core.records import Accounting, TokenizedConversation
 from mtp_train.store.corpus import Corpus, found_corpus, write_corpus
 from mtp_train.text.joined import join_turns
-from mtp_train.text.lengths import LengthPolicy
+from mtp_train.text.lengths import Bound, LengthPolicy
+from mtp_train.text.overlap import overlap, require_few
 from mtp_train.text.refusal import Refusal
-from mtp_train.text.sources import DataConfig, answers, fit_lengths, sources_digest, tokenized
+from mtp_train.text.sources import (
+    Answer,
+    DataConfig,
+    answered_conversations,
+    answers,
+    asked_by,
+    fit_lengths,
+    sources_digest,
+    tokenized,
+)
 from mtp_train.text.template import ChatTemplate
 
 
@@ -29,20 +39,26 @@ def make_corpus(
     template: ChatTemplate,
     tokenizer_digest: str,
     vocab_size: int,
+    held_out: Mapping[bytes, str] | None = None,
+    bound: Bound | None = None,
 ) -> Corpus:
     """The corpus of set `name` in `folder`: the one that is there, if it was made from the same inputs.
 
     Args:
         answered: what `regenerate` wrote for the set, if anything.
         tokenizer_digest: of the files that decide tokens and template.
+        held_out: what sets offer beside which this one's conversations are refused where they overlap (text.overlap).
+        bound: the longest sequence that the models of the run read, whatever `config` says.
     """
-    sources = config.sources(name)
+    sources, policy = config.sources(name), config.policy.within(bound)
+    policies = [source.policy.within(bound) for source in sources]
     inputs = digest(
         {
             "answers": answered and file_digest(answered),
             "sources": sources and sources_digest(sources),
-            "fit": [config.strict, config.seed, vocab_size, asdict(config.policy)],
+            "fit": [config.strict, config.seed, vocab_size, *map(asdict, [policy, *policies])],
             "tokenizer": tokenizer_digest,
+            "held out": sorted(mark.hex() for mark in held_out or {}),
         }
     )
     found = found_corpus(folder, inputs)
@@ -53,7 +69,7 @@ def make_corpus(
 
         def sequences() -> Iterator[TokenizedConversation]:
             if answered:
-                for sequence in joined_answers(answered, config.policy, accounting):
+                for sequence in joined_answers(answered, policy, accounting, held_out):
                     bar.update()
                     yield sequence
             if sources:
@@ -64,11 +80,14 @@ def make_corpus(
                     strict=config.strict,
                     vocab_size=vocab_size,
                     seed=config.seed,
+                    others=held_out,
+                    bound=bound,
                 ):
                     bar.update()
                     yield sequence
 
         corpus = write_corpus(folder, sequences(), inputs, accounting)
+    require_few(accounting, name)
     if not len(corpus):
         raise UserError(
             f"the set {name} must hold at least one sequence",
@@ -80,13 +99,17 @@ def make_corpus(
 
 
 def joined_answers(
-    path: Path, policy: LengthPolicy, accounting: Accounting
+    path: Path,
+    policy: LengthPolicy,
+    accounting: Accounting,
+    held_out: Mapping[bytes, str] | None = None,
 ) -> Iterator[TokenizedConversation]:
     """The target's answers as sequences: turns of a conversation share one where their tokens allow it.
 
-    Counted by answers: what the policy does to a sequence, it does to all of its answers.
+    Counted by answers: what the policy does to a sequence, or an overlap to a conversation, it does to all of its
+    answers.
     """
-    for sequence, count in join_turns(answers(path, accounting)):
+    for sequence, count in join_turns(_apart(path, accounting, held_out or {})):
         outcome = fit_lengths([sequence], policy, [])
         if isinstance(outcome, Refusal):
             accounting.used -= count
@@ -101,6 +124,18 @@ def joined_answers(
         for what, number in notes.items():
             accounting.note(what, number)
         yield from records
+
+
+def _apart(path: Path, accounting: Accounting, held_out: Mapping[bytes, str]) -> Iterator[Answer]:
+    """The answers of conversations that overlap with none of the held-out ones."""
+    for talk in answered_conversations(answers(path, accounting)):
+        reason = overlap(asked_by(talk), held_out)
+        if not reason:
+            yield from talk
+            continue
+        accounting.used -= len(talk)
+        for answer in talk:
+            accounting.refuse(reason, answer.key)
 
 
 def tell(name: str, accounting: Accounting) -> None:

@@ -6,7 +6,7 @@ file holds the answers in the source's order. Of every conversation: success + s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from mtp_train.core.provenance import atomic_path
 from mtp_train.core.records import Accounting
 from mtp_train.dialogue.journal import Journal
 from mtp_train.dialogue.plans import Plan, count_plan, read_plans
-from mtp_train.dialogue.talks import Dialogue, require_renderable
+from mtp_train.dialogue.talks import Dialogue, renderable
 from mtp_train.engine.sampling import Sampling
 from mtp_train.engine.sequences import Completion, Request
 from mtp_train.text.sources import read_sources
@@ -117,11 +117,13 @@ def regenerate(
     config: RegenerateConfig,
     name: str,
     out: Path,
+    others: Mapping[bytes, str] | None = None,
 ) -> Outcome:
     """Answer the prompts of set `name` into `out`; returns what became of them.
 
     Args:
         stop: tokens that end an answer.
+        others: what sets offer beside which a conversation that overlaps is skipped (see text.overlap).
     """
     outcome = Outcome()
     limit_name = f"regenerate.limits.{name}"
@@ -130,12 +132,13 @@ def regenerate(
         config.limits.get(name, 0),
         limit_name,
         outcome.accounting,
+        others,
     )
     if not plans:
         raise UserError(
             "regenerate needs at least one prompt", outcome.as_dict(), "see the reasons"
         )
-    require_renderable(template, plans)
+    plans = renderable(template, plans)
     journal = Journal(out.with_suffix(".journal"), out)
     try:
         failed = _converse(answerer, template, stop, config, name, plans, journal)

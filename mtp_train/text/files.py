@@ -9,8 +9,10 @@ Knows no form of row, no tokenizer.
 
 from __future__ import annotations
 
+import filecmp
 import glob
 import gzip
+import os
 import zlib
 from collections.abc import Iterator
 from itertools import chain
@@ -87,6 +89,42 @@ def content_digest(path: str) -> str:
     return digest([file_digest(file) for file in files])
 
 
+def same_data(one: tuple[str, str, str], other: tuple[str, str, str]) -> str:
+    """What two sources (path, split, name) both read: a file, a copy of it, or a data set; empty if nothing.
+
+    What is not there reads nothing.
+    """
+    mine, theirs = _read_by(*one), _read_by(*other)
+    shared = sorted(set(mine) & set(theirs))
+    if shared:
+        return shared[0][0]
+    sizes: dict[int, list[str]] = {}
+    for file in _files(theirs):
+        sizes.setdefault(os.path.getsize(file), []).append(file)
+    for file in _files(mine):
+        size = os.path.getsize(file)
+        for copy in sizes.get(size, []) if size else []:
+            if filecmp.cmp(file, copy, shallow=False):
+                return f"{file} and {copy}"
+    return ""
+
+
+def _files(read: list[tuple[str, str]]) -> list[str]:
+    """What of it is a file, rather than a part of a data set."""
+    return [name for name, split in read if not split]
+
+
+def _read_by(path: str, split: str, name: str) -> list[tuple[str, str]]:
+    """(file, "") of each file that a source reads, (data set, split) where it reads a part of one."""
+    if path.startswith(HUB):
+        return [(path, f"{name} {split}")]
+    try:
+        found = [Path(path)] if is_saved(Path(path)) else find_files(path)
+    except UserError:
+        return []
+    return [(os.path.realpath(file), split if is_saved(file) else "") for file in found]
+
+
 def _has_rows(file: Path) -> bool:
     plain = file.name.removesuffix(".gz")
     hidden = any(part.startswith(".") for part in file.parts[-2:])
@@ -100,11 +138,11 @@ def read_file(path: Path) -> Iterator[Row]:
         with open(path, "rb") as file:
             head = file.read(64)
     except OSError as error:
-        yield Row(place, Fault(f"a file that can't be read: {error.strerror}"))
+        yield Row(place, Fault(f"a file that can't be read: {error.strerror}", of_file=True))
         return
     gzipped = head.startswith(b"\x1f\x8b")
     if head.startswith(b"version https://git-lfs"):
-        yield Row(f"{place}:1", Fault("a Git LFS pointer instead of the data"))
+        yield Row(f"{place}:1", Fault("a Git LFS pointer instead of the data", of_file=True))
     elif head.startswith(b"PAR1") or path.suffix == ".parquet":
         yield from read_parquet(path)
     elif head.startswith(b"ARROW1") or path.suffix == ".arrow":
@@ -112,7 +150,7 @@ def read_file(path: Path) -> Iterator[Row]:
     elif gzipped or path.suffix in (*TEXT_SUFFIXES, ""):
         yield from _text(path, gzipped)
     else:
-        yield Row(place, Fault(f"a file of unknown kind ({path.suffix})"))
+        yield Row(place, Fault(f"a file of unknown kind ({path.suffix})", of_file=True))
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[int, Any]]:
@@ -143,7 +181,7 @@ def _text(path: Path, gzipped: bool) -> Iterator[Row]:
                 if line.strip(BLANK):
                     yield Row(f"{path}:{number}", _line(line))
     except (OSError, EOFError, zlib.error) as error:
-        yield Row(f"{path}:{number + 1}", Fault(f"a file that breaks off: {error}"))
+        yield Row(f"{path}:{number + 1}", Fault(f"a file that breaks off: {error}", of_file=True))
 
 
 def _head(file: IO[bytes]) -> list[bytes]:

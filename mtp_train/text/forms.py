@@ -5,12 +5,13 @@ A form only finds the parts of its row; what the turns themselves say is `turns.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mtp_train.text.json_values import parse
 from mtp_train.text.refusal import RowRefused
+from mtp_train.text.values import is_nan, one_of
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,9 @@ PAIRS = (  # keys of a prompt and its answer
     ("query", "response"),
     ("user", "bot"),
 )
+QUESTIONS = ("input", "context")  # what an instruction is about
+ANSWERS = ("output", "response")  # Alpaca's; GPTeacher's and Dolly's
+ROLE_NAMES = ("system", "user", "human", "assistant", "gpt", "tool", "bot", "model")
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
 
 
@@ -56,7 +60,7 @@ def read_form(row: Any, form: str = "auto") -> Chat | Ids:
     """
     if not isinstance(row, dict):
         raise RowRefused(f"not a JSON object but {_kind(row)}")
-    present = {key: value for key, value in row.items() if value is not None}
+    present = {key: value for key, value in row.items() if value is not None and not is_nan(value)}
     if present.get("images") or present.get("videos") or present.get("audios"):
         raise RowRefused("content that is not text (images, videos or audios)")
     if form != "auto":
@@ -84,8 +88,13 @@ def _has(*keys: str) -> Callable[[Mapping[str, Any]], bool]:
     return lambda row: all(key in row for key in keys)
 
 
-def _has_pair(row: Mapping[str, Any]) -> bool:
-    return any(question in row and answer in row for question, answer in PAIRS)
+def _pairs(row: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The keys of a prompt and its answer that a row has."""
+    return [pair for pair in PAIRS if pair[0] in row and pair[1] in row]
+
+
+def _has_instruction(row: Mapping[str, Any]) -> bool:
+    return "instruction" in row and any(answer in row for answer in ANSWERS)
 
 
 # --- readers --------------------------------------------------------------------------------------------------
@@ -96,25 +105,31 @@ def _messages(row: Mapping[str, Any]) -> Chat:
 
 
 def _sharegpt(row: Mapping[str, Any]) -> Chat:
-    key = "conversations" if "conversations" in row else "conversation"
-    return _chat(row, _list(row[key], key))
+    turns = one_of(row, ("conversations", "conversation"), "the conversation")
+    return _chat(row, _list(turns, "conversations"))
 
 
 def _history(row: Mapping[str, Any]) -> Chat:
-    return _chat(row, _list(row["history"], "history"))
+    return _chat(row, _history_turns(row["history"]))
 
 
 def _alpaca(row: Mapping[str, Any]) -> Chat:
-    question = [part for part in (row["instruction"], row.get("input")) if part not in ("", None)]
+    about = one_of(row, QUESTIONS, "the input")
+    question = [part for part in (row["instruction"], about) if part not in ("", None)]
     if not all(isinstance(part, str) for part in question):
         raise RowRefused("instruction and input must be strings")
-    before = _list(row.get("history", []), "history", empty=True)
-    return _chat(row, [*before, _turn("user", "\n\n".join(question)), _answer(row["output"])])
+    before = _history_turns(row.get("history", []), empty=True)
+    answer = _answer(one_of(row, ANSWERS, "the answer"))
+    return _chat(row, [*before, _turn("user", "\n\n".join(question)), answer])
 
 
 def _pair(row: Mapping[str, Any]) -> Chat:
-    question, answer = next(pair for pair in PAIRS if pair[0] in row and pair[1] in row)
-    before = _list(row.get("history", []), "history", empty=True)
+    ((question, answer), *others) = _pairs(row)
+    if any((row[q], row[a]) != (row[question], row[answer]) for q, a in others):
+        raise RowRefused("two pairs of prompt and answer in one row", _keys(row))
+    if row.get("label") is False:  # TRL's unpaired preferences
+        raise RowRefused("an answer that its label says is not wanted")
+    before = _history_turns(row.get("history", []), empty=True)
     asked = row[question] if isinstance(row[question], list) else [_turn("user", row[question])]
     said = row[answer] if isinstance(row[answer], list) else [_answer(row[answer])]
     return _chat(row, [*before, *asked, *said])
@@ -188,9 +203,9 @@ FORMS: dict[str, Form] = {
     ),
     "turns": Form("turns", _has("turns"), _turns),
     "alpaca": Form(
-        "instruction, output [, input, history]", _has("instruction", "output"), _alpaca
+        "instruction, output | response [, input | context, history]", _has_instruction, _alpaca
     ),
-    "pair": Form(" | ".join(f"{a}, {b}" for a, b in PAIRS), _has_pair, _pair),
+    "pair": Form(" | ".join(f"{a}, {b}" for a, b in PAIRS), lambda row: bool(_pairs(row)), _pair),
     "history": Form("history of {user, bot}", _has("history"), _history),
     "text": Form("text (refused)", lambda row: isinstance(row.get("text"), str), _text),
 }
@@ -200,10 +215,10 @@ FORMS: dict[str, Form] = {
 
 
 def _chat(row: Mapping[str, Any], turns: list[Any]) -> Chat:
-    system = row.get("system", row.get("system_prompt"))
-    if isinstance(system, str) and system.strip():
+    system = one_of(row, ("system", "system_prompt"), "the system prompt")
+    if system is not None and not (isinstance(system, str) and not system.strip()):
         turns = [_turn("system", system), *turns]
-    return Chat(turns, row.get("tools", row.get("functions")))
+    return Chat(turns, one_of(row, ("tools", "functions"), "the tools"))
 
 
 def _turn(role: str, content: Any) -> dict[str, Any]:
@@ -218,10 +233,22 @@ def _text_of(turn: Any) -> Any:
     return turn.get("content", turn.get("value")) if isinstance(turn, dict) else turn
 
 
+def _history_turns(value: Any, empty: bool = False) -> list[Any]:
+    """Turns of a history: two texts are a user's and the answer to it, unless the first is a role."""
+    turns = _list(value, "history", empty)
+    if any(_is_pair(turn) and turn[0].strip().lower() in ROLE_NAMES for turn in turns):
+        raise RowRefused("a history of lists, which may be roles with texts or pairs of texts")
+    return [{"user": turn[0], "bot": turn[1]} if _is_pair(turn) else turn for turn in turns]
+
+
+def _is_pair(turn: Any) -> bool:
+    return isinstance(turn, list) and len(turn) == 2 and all(isinstance(part, str) for part in turn)
+
+
 def _list(value: Any, key: str, empty: bool = False) -> list[Any]:
     if isinstance(value, str):  # a column of JSON
         try:
-            value = json.loads(value)
+            value = parse(value)
         except ValueError:
             raise RowRefused(f"`{key}` is text, not a list of turns") from None
     if not isinstance(value, list):

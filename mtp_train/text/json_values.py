@@ -126,9 +126,9 @@ def read_values(place: str, blocks: Iterable[bytes]) -> Iterator[Row]:
             else:
                 yield Row(f"{place}:{scanner.line}", scanner.value())
     except TwiceError as error:
-        yield Row(f"{place}:{scanner.line}", Fault(f"{error}; the rest of the file is lost"))
+        yield Row(f"{place}:{scanner.line}", Fault(f"{error}; the rest of the file is lost", True))
     except ValueError:
-        fault = Fault(f"{NOT_JSON}; the rest of the file is lost")
+        fault = Fault(f"{NOT_JSON}; the rest of the file is lost", of_file=True)
         yield Row(f"{place}:{scanner.line}", fault)
 
 
@@ -144,20 +144,27 @@ def _elements(place: str, scanner: _Scanner) -> Iterator[Row]:
 
 def _object(place: str, scanner: _Scanner) -> Iterator[Row]:
     """The rows inside an object that wraps an array of them, else the object as a row."""
-    line, row, wraps = scanner.line, {}, False
+    line, row, wraps = scanner.line, {}, ""
+    lines: dict[str, int] = {}  # where each value begins
     scanner.take("{")
     while scanner.peek() != "}":
         key = scanner.value()
         scanner.take(":")
         if key in WRAPPERS and scanner.peek() == "[":
-            wraps = True
+            wraps = f"{wraps}, {key}" if wraps else key
             yield from _elements(place, scanner)
         elif key in row:
             raise TwiceError("a key twice in one JSON object")
         else:
+            lines[key] = scanner.line
             row[key] = scanner.value()
         if scanner.peek() != "}":
             scanner.take(",")
     scanner.take("}")
     if not wraps:
         yield Row(f"{place}:{line}", row)
+        return
+    for key, value in row.items():  # a split of other rows, which nobody has asked for
+        if isinstance(value, list) and any(isinstance(part, dict) for part in value):
+            fault = Fault(f"in a list beside `{wraps}`, which alone is read: `{key}`")
+            yield from (Row(f"{place}:{lines[key]}", fault) for _ in value)

@@ -15,6 +15,14 @@ RULES = ("refuse", "truncate", "split")
 
 
 @dataclass(frozen=True)
+class Bound:
+    """The longest sequence that a model has positions for, and what they are called: "the target's positions"."""
+
+    positions: int
+    whose: str
+
+
+@dataclass(frozen=True)
 class LengthPolicy:
     """How long a sequence may be, and what becomes of longer ones.
 
@@ -23,11 +31,13 @@ class LengthPolicy:
         max_tokens: longest sequence, in tokens.
         context: tokens before a window's own that it repeats as context, never trained there again; a window brings
             up to max_tokens - context new ones.
+        whose: what bounds max_tokens, where a model does.
     """
 
     rule: str = "refuse"
     max_tokens: int = 4096
     context: int = 512
+    whose: str = ""
 
     def __post_init__(self) -> None:
         if self.rule not in RULES:
@@ -36,9 +46,25 @@ class LengthPolicy:
             raise UserError("max_tokens must be 3 or more", self.max_tokens, "raise it")
         # A token is predicted from the state two before it: two tokens of context are the least.
         if self.rule == "split" and not 2 <= self.context < self.max_tokens:
-            raise UserError(
-                "context must be 2 or more, and less than max_tokens", self.context, "correct it"
-            )
+            rule = f"context must be 2 or more, and less than the {self.longest}"
+            raise UserError(rule, self.context, "correct data.context")
+
+    @property
+    def longest(self) -> str:
+        """The longest length as a row's refusal names it."""
+        return f"{self.max_tokens} tokens" + (f", {self.whose}" if self.whose else "")
+
+    def refusal(self) -> Refusal:
+        """Of a sequence with nothing to train in its first max_tokens, or of any that is longer and may not be."""
+        if self.rule == "refuse":
+            return Refusal(f"longer than {self.longest}")
+        return Refusal(f"no trained token within {self.longest}")
+
+    def within(self, bound: Bound | None) -> LengthPolicy:
+        """The policy for a model with so many positions."""
+        if bound is None or not 0 < bound.positions < self.max_tokens:
+            return self
+        return replace(self, max_tokens=bound.positions, whose=bound.whose)
 
 
 def apply_length(
@@ -49,11 +75,11 @@ def apply_length(
     if len(record.tokens) <= limit:
         return [record]
     if policy.rule == "refuse":
-        return Refusal(f"longer than {limit} tokens")
+        return policy.refusal()
     if policy.rule == "split":
         return _windows(record, policy)
     if not any(record.loss_mask[:limit]):
-        return Refusal(f"no trained token within {limit} tokens")
+        return policy.refusal()
     return [replace(record, tokens=record.tokens[:limit], loss_mask=record.loss_mask[:limit])]
 
 

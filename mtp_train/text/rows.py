@@ -8,9 +8,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Fault:
-    """Why there is no row in this place."""
+    """Why there is no row in this place.
+
+    Attributes:
+        of_file: it costs the file, or what is left of it: each such place is named.
+    """
 
     reason: str
+    of_file: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ for the target to read. Both stream: what is held is the row at hand and the key
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from itertools import islice
@@ -15,15 +15,19 @@ from typing import Any
 
 from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import digest
-from mtp_train.core.records import Accounting, Conversation, TokenizedConversation
+from mtp_train.core.records import Accounting, Conversation, TokenizedConversation, printable
+from mtp_train.text.alternation import served_otherwise
 from mtp_train.text.files import content_digest, read_rows, read_source
 from mtp_train.text.forms import FORMS, Ids, read_form
-from mtp_train.text.lengths import LengthPolicy, apply_length, count_windows
+from mtp_train.text.lengths import Bound, LengthPolicy, apply_length, count_windows
 from mtp_train.text.mix import mix
+from mtp_train.text.overlap import overlap
+from mtp_train.text.oversize import oversize
 from mtp_train.text.refusal import Refusal, RowRefused
 from mtp_train.text.rows import Fault, Row
 from mtp_train.text.template import ChatTemplate
 from mtp_train.text.turns import read_tools, read_turns
+from mtp_train.text.values import read_label, without_nan
 
 __all__ = [
     "Answer",
@@ -113,6 +117,12 @@ class DataConfig:
     def policy(self) -> LengthPolicy:
         return LengthPolicy(self.length, self.max_tokens, self.context)
 
+    def policies(self, bound: Bound | None) -> dict[str, list[LengthPolicy]]:
+        """What becomes of long sequences of each set's sources, and of answers, on a model of so many positions."""
+        own = {name: self.sources(name) for name in self.sets}
+        found = {name: [source.policy.within(bound) for source in own[name]] for name in own}
+        return found | {"": [self.policy.within(bound)]}
+
     def sources(self, name: str) -> list[SourceConfig]:
         """The set's sources; none if it isn't named."""
         defaults = {"length": self.length, "max_tokens": self.max_tokens, "context": self.context}
@@ -149,10 +159,15 @@ class Parsed:
     item: Conversation | TokenizedConversation
     place: str
     source: int  # index
+    repairs: tuple[str, ...]
 
 
 def conversations(
-    sources: Sequence[SourceConfig], accounting: Accounting, *, strict: bool = False, seed: int = 0
+    sources: Sequence[SourceConfig],
+    accounting: Accounting,
+    *,
+    strict: bool = False,
+    seed: int = 0,
 ) -> Iterator[Conversation]:
     """The chats and prompts of `sources`, with unique keys. Rows of token ids are refused: they hold no messages.
 
@@ -165,13 +180,21 @@ def conversations(
 
 
 def asked(
-    sources: Sequence[SourceConfig], accounting: Accounting, *, strict: bool = False, seed: int = 0
+    sources: Sequence[SourceConfig],
+    accounting: Accounting,
+    *,
+    strict: bool = False,
+    seed: int = 0,
+    others: Mapping[bytes, str] | None = None,
 ) -> Iterator[tuple[Conversation, str]]:
     """Like `conversations`, each with its place, for a caller who counts what becomes of it: only refusals are
     counted here.
+
+    Args:
+        others: what sets offer beside which a conversation that overlaps is refused (see `overlap`).
     """
     found = [0] * len(sources)
-    for parsed in _parse(sources, accounting, seed, prompts=True):
+    for parsed in _parse(sources, accounting, seed, others, prompts=True):
         if isinstance(parsed.item, TokenizedConversation):
             accounting.refuse("token ids without messages", parsed.place)
         elif strict and parsed.item.repairs:
@@ -190,12 +213,16 @@ def tokenized(
     strict: bool = False,
     vocab_size: int = 0,
     seed: int = 0,
+    others: Mapping[bytes, str] | None = None,
+    bound: Bound | None = None,
 ) -> Iterator[TokenizedConversation]:
     """The sequences of `sources` as the target sees them, with unique keys; a row may give several.
 
     Args:
         strict: refuse what would be repaired.
+        others: what sets offer beside which a conversation that overlaps is refused (see `overlap`).
         vocab_size: token ids from there on are refused (0: the tokenizer's size).
+        bound: the longest sequence that the model reads, whatever the sources say.
 
     Raises:
         UserError: a source is not there, or has no row with a token to train.
@@ -203,8 +230,9 @@ def tokenized(
     keys = _Keys()
     found = [0] * len(sources)
     size = vocab_size or len(template.tokenizer)
-    for parsed in _parse(sources, accounting, seed):
-        outcome = _tokenize(parsed, template, size, sources[parsed.source].policy)
+    policies = [source.policy.within(bound) for source in sources]
+    for parsed in _parse(sources, accounting, seed, others):
+        outcome = _tokenize(parsed, template, size, policies[parsed.source])
         if isinstance(outcome, Refusal):
             accounting.refuse(outcome.reason, parsed.place)
             continue
@@ -256,10 +284,22 @@ class _Keys:
 # --- one row --------------------------------------------------------------------------------------------------
 
 
+def items(sources: Sequence[SourceConfig]) -> Iterator[Conversation | TokenizedConversation]:
+    """All that can be read in `sources`, to compare with other sets; nothing is counted."""
+    for parsed in _parse(sources, Accounting(), 0, prompts=True):
+        yield parsed.item
+
+
 def _parse(
-    sources: Sequence[SourceConfig], accounting: Accounting, seed: int, prompts: bool = False
+    sources: Sequence[SourceConfig],
+    accounting: Accounting,
+    seed: int,
+    others: Mapping[bytes, str] | None = None,
+    prompts: bool = False,
 ) -> Iterator[Parsed]:
-    """Rows in the order of the mix; those that can't be read, or that the mix leaves out, are counted here."""
+    """Rows in the order of the mix; those that can't be read, that the mix leaves out or that overlap with another set
+    are counted here.
+    """
     keys = _Keys()
     openers = [partial(_rows, source) for source in sources]
     for index, row, kept in mix(openers, [source.weight for source in sources], seed):
@@ -267,13 +307,32 @@ def _parse(
             accounting.refuse(LEFT_OUT, row.place)
             continue
         try:
-            item = _read(row, sources[index], prompts)
+            item, repairs = _read(row, sources[index], prompts)
+        except RecursionError:  # two values of that depth were compared
+            accounting.refuse("values that are nested too deeply", row.place)
+            continue
         except RowRefused as error:
             place = f"{row.place} ({error.detail})" if error.detail else row.place
-            accounting.refuse(error.reason, place)
+            of_file = isinstance(row.value, Fault) and row.value.of_file
+            accounting.refuse(error.reason, place, every=of_file)
+            continue
+        if others and (reason := overlap(_asks(item, row, sources[index]), others)):
+            accounting.refuse(reason, row.place)
             continue
         item = replace(item, key=keys.unique(item.key))
-        yield Parsed(item, row.place, index)
+        yield Parsed(item, row.place, index, repairs)
+
+
+def _asks(
+    item: Conversation | TokenizedConversation, row: Row, source: SourceConfig
+) -> Conversation | TokenizedConversation:
+    """What a row asks: its messages, where it holds them beside token ids."""
+    if isinstance(item, Conversation) or not row.value.get("messages"):
+        return item
+    try:
+        return _read(row, source, prompts=True)[0]
+    except RowRefused:
+        return item
 
 
 def _rows(source: SourceConfig) -> Iterator[Row]:
@@ -281,52 +340,48 @@ def _rows(source: SourceConfig) -> Iterator[Row]:
     return islice(rows, source.limit or None)
 
 
-def _read(row: Row, source: SourceConfig, prompts: bool) -> Conversation | TokenizedConversation:
+def _read(
+    row: Row, source: SourceConfig, prompts: bool
+) -> tuple[Conversation | TokenizedConversation, tuple[str, ...]]:
+    """What a row holds, and the rules that it was repaired by."""
     if isinstance(row.value, Fault):
         raise RowRefused(row.value.reason)
-    parts = read_form(row.value, source.form)
-    if isinstance(parts, Ids) and prompts and row.value.get("messages"):
-        parts = read_form(row.value, "messages")  # an answer's prompt
-    key = _key(row)
-    category = row.value.get("category")
-    category = category if isinstance(category, str) and category else source.category
+    if not isinstance(row.value, dict):
+        read_form(row.value)  # says what it is
+    rules: dict[str, None] = {}
+    value = without_nan(row.value, rules.setdefault)
+    parts = read_form(value, source.form)
+    if isinstance(parts, Ids) and prompts and value.get("messages"):
+        parts = read_form(value, "messages")  # an answer's prompt
+    labels = (read_label(value.get(key), rules.setdefault) for key in KEYS)
+    key = next(filter(None, labels), printable(Path(row.place).name))
+    category = read_label(value.get("category"), rules.setdefault) or source.category
     if isinstance(parts, Ids):
-        return TokenizedConversation(key, parts.tokens, parts.loss_mask, category)
+        item = TokenizedConversation(key, parts.tokens, parts.loss_mask, category)
+        return item, tuple(rules)
     found = read_turns(parts, prompts)
-    tools = read_tools(parts.tools)
-    return Conversation(
-        key,
-        tuple(found.messages),
-        category,
-        tools,
-        frozenset(found.untrained),
-        tuple(found.rules),
-    )
-
-
-def _key(row: Row) -> str:
-    for key in KEYS:
-        if isinstance(row.value.get(key), str | int) and str(row.value[key]):
-            return str(row.value[key])
-    return Path(row.place).name
+    repairs = (*rules, *found.rules)
+    messages, tools = tuple(found.messages), read_tools(parts.tools)
+    untrained = frozenset(found.untrained)
+    return Conversation(key, messages, category, tools, untrained, repairs), repairs
 
 
 def _tokenize(
     parsed: Parsed, template: ChatTemplate, vocab_size: int, policy: LengthPolicy
 ) -> tuple[list[TokenizedConversation], list[str], dict[str, int]] | Refusal:
     """The records of a row, the repairs that they took, and what else is to be counted."""
-    rules: list[str] = []
+    rules = list(parsed.repairs)
     if isinstance(parsed.item, TokenizedConversation):
         fault = _ids_fault(parsed.item, vocab_size)
         if fault:
             return Refusal(fault)
         records = [parsed.item]
     else:
-        rules = [*parsed.item.repairs, *template.fit(parsed.item)[1]]
-        outcome = template.tokenize(parsed.item)
+        refusal = oversize(parsed.item, template.tokenizer, policy)
+        outcome, more = (refusal, []) if refusal else _rendered(parsed.item, template)
         if isinstance(outcome, Refusal):
             return outcome
-        records = outcome
+        records, rules = outcome, rules + more
     return fit_lengths(records, policy, rules)
 
 
@@ -334,6 +389,20 @@ def _ids_fault(record: TokenizedConversation, vocab_size: int) -> str:
     if any(token >= vocab_size for token in record.tokens):
         return f"a token id beyond the vocabulary of {vocab_size}: data of another tokenizer"
     return "" if any(record.loss_mask) else "no trained token"
+
+
+def _rendered(
+    chat: Conversation, template: ChatTemplate
+) -> tuple[list[TokenizedConversation] | Refusal, list[str]]:
+    """The records of a chat, and the rules that the template asks for: the order of roles is changed at need."""
+    refusal = template.tokenize(chat)
+    if not isinstance(refusal, Refusal):
+        return refusal, template.fit(chat)[1]
+    for other, rules in served_otherwise(chat):
+        records = template.tokenize(other)
+        if not isinstance(records, Refusal):
+            return records, [*rules, *template.fit(other)[1]]
+    return refusal, []
 
 
 def fit_lengths(
@@ -354,7 +423,7 @@ def fit_lengths(
             _count(notes, "windows", len(outcome))
             _count(notes, "windows without a trained token, left out", windows - len(outcome))
         elif len(record.tokens) > policy.max_tokens:
-            cut = f"cut to {policy.max_tokens} tokens"
+            cut = f"cut to {policy.longest}"
             rules = rules if cut in rules else [*rules, cut]
     if not kept:
         return refusals[0]
@@ -386,11 +455,28 @@ def read_conversations(path: str | Path, accounting: Accounting) -> list[Convers
     return list(conversations([SourceConfig(str(path))], accounting))
 
 
+def answered_conversations(answered: Iterable[Answer]) -> Iterator[list[Answer]]:
+    """The answers of each conversation, which follow each other as `<id>`, `<id>#1`, ..."""
+    talk: list[Answer] = []
+    for answer in answered:
+        if talk and answer.key != f"{talk[0].key}#{len(talk)}":
+            yield talk
+            talk = []
+        talk.append(answer)
+    if talk:
+        yield talk
+
+
+def asked_by(talk: Sequence[Answer]) -> Conversation:
+    """What a conversation that was answered asks: its last answer holds all turns before it."""
+    return Conversation(talk[0].key, talk[-1].messages)
+
+
 def answers(path: str | Path, accounting: Accounting) -> Iterator[Answer]:
     """The target's answers that `regenerate` wrote, in their order."""
     found = 0
     for number, row in read_rows(path):
-        if not isinstance(row, dict) or not set(row) >= ANSWER_KEYS:
+        if not _is_answer(row):
             accounting.refuse("not a regenerated answer", f"{path}:{number}")
             continue
         if not row["output_ids"]:
@@ -401,6 +487,26 @@ def answers(path: str | Path, accounting: Accounting) -> Iterator[Answer]:
         accounting.used += 1
         yield Answer(row["id"], row["category"], tuple(row["messages"]), *ids, row["finish"])
     _require_any([found], [SourceConfig(str(path))], accounting, "answer")
+
+
+def _is_answer(row: Any) -> bool:
+    """Whether a row is one that `regenerate` writes, value by value."""
+    if not isinstance(row, dict) or not set(row) >= ANSWER_KEYS:
+        return False
+    texts = [row[key] for key in ("id", "category", "finish")]
+    ids = [row[key] for key in ("prompt_ids", "output_ids")]
+    said = row["messages"]
+    return (
+        all(isinstance(text, str) and printable(text) == text for text in texts)
+        and all(isinstance(part, list) and all(type(i) is int for i in part) for part in ids)
+        and isinstance(said, list)
+        and all(
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+            for message in said
+        )
+    )
 
 
 def read_answers(path: str | Path, accounting: Accounting) -> list[Answer]:

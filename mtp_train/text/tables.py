@@ -24,12 +24,13 @@ def _batches(path: Path, batches: Callable[[Path], Iterator[Any]]) -> Iterator[R
     index = 0
     try:
         for batch in batches(path):
+            batch.validate(full=True)  # flipped bits would be read past the end of memory
             for row in batch.to_pylist():
                 yield Row(f"{path}[{index}]", _without_null(row))
                 index += 1
-    except (pyarrow.ArrowException, OSError) as error:
-        reason = str(error).splitlines()[0][:120]
-        yield Row(f"{path}[{index}]", Fault(f"a damaged table: {reason}"))
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
+        yield Row(f"{path}[{index}]", Fault(f"a damaged table: {reason}", of_file=True))
 
 
 def _parquet_batches(path: Path) -> Iterator[Any]:
@@ -72,13 +73,22 @@ def read_saved(path: Path, split: str) -> Iterator[Row]:
     try:
         data = load_from_disk(str(path))
     except Exception as error:  # whatever a damaged folder makes the library raise
-        yield Row(str(path), Fault(f"a damaged data set: {str(error).splitlines()[0][:120]}"))
+        yield Row(
+            str(path),
+            Fault(f"a damaged data set: {str(error).splitlines()[0][:120]}", of_file=True),
+        )
         return
     if isinstance(data, DatasetDict):
         if split not in data:
             raise UserError("a split must exist", f"{path}: {split}", f"use one of {list(data)}")
         data = data[split]
-    yield from (Row(f"{path}[{index}]", _without_null(row)) for index, row in enumerate(data))
+    index = 0
+    try:
+        for index, row in enumerate(data):
+            yield Row(f"{path}[{index}]", _without_null(row))
+    except Exception as error:  # the library's own readers have no common class either
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
+        yield Row(f"{path}[{index + 1}]", Fault(f"a damaged data set: {reason}", of_file=True))
 
 
 def read_hub(dataset: str, split: str, name: str) -> Iterator[Row]:

@@ -6,17 +6,27 @@ and no tokenizer.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mtp_train.text.forms import Chat
+from mtp_train.text.json_values import parse
 from mtp_train.text.refusal import RowRefused
+from mtp_train.text.values import (
+    is_nan,
+    one_of,
+    read_name,
+    read_text,
+    read_weight,
+    require_sound,
+    sound_text,
+)
 
 ROLES = ("system", "user", "assistant", "tool")
 ALIASES = {  # part of their forms, no repair
     "human": "user",
+    "prompter": "user",
     "gpt": "assistant",
     "model": "assistant",
     "bot": "assistant",
@@ -30,15 +40,18 @@ CALLS = ("function_call", "tool_call")  # ShareGPT: a turn that holds nothing bu
 THOUGHTS = ("assistant_analysis", "assistant_thinking", "reasoning")  # channels as roles
 FINALS = ("assistant_final",)
 
+TEXTS = ("content", "value", "text")  # keys of a turn's text
+THINKING = ("reasoning_content", "reasoning", "thinking")
+
 SPELLING = "role in another spelling"
 NAMED_ASSISTANT = "role named after an assistant read as assistant"
 NAMED_MODEL = "role named after a model read as assistant"
 DEVELOPER = "developer role read as system"
 MIXED = "from/value and role/content in one chat"
-NUMBER = "a number read as text"
 EMPTY_REPLY = "reply without text left out, with the turns it left unanswered"
 OPENING = "assistant's opening before any user turn is context only"
-WEIGHTS = "fractional weight read as 1"
+UNCLOSED = "a reply that opens <think> and never closes it is context only"
+PART_WEIGHTS = "a reply whose parts differ in weight is context only"
 
 
 @dataclass
@@ -71,9 +84,14 @@ def read_turns(chat: Chat, prompts: bool = False) -> Messages:
     names = _roles(turns, found)
     for turn, role in zip(turns, names, strict=True):
         _add(found, turn, role)
+    if not found.messages:
+        raise RowRefused("no turns")
     if prompts and _is_empty_reply(found.messages[-1]):
         found.messages.pop()
     _leave_out_empty_replies(found)
+    if not prompts:  # else the target gives the replies
+        _require_calls(found)
+        _leave_unclosed_untrained(found)
     _open_with_user(found)
     return found
 
@@ -96,6 +114,7 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     function = wrapped["function"]
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowRefused("a tool without a function's name")
+    require_sound(wrapped, "a tool")
     return wrapped
 
 
@@ -104,8 +123,6 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 def _open_pair(turn: Any) -> list[dict[str, Any]]:
     """A turn as it is; a pair of user and bot as two."""
-    if isinstance(turn, list) and len(turn) == 2 and all(isinstance(part, str) for part in turn):
-        turn = {"user": turn[0], "bot": turn[1]}
     if not isinstance(turn, dict):
         raise RowRefused("a turn that is no object with a role and a content")
     turn = {
@@ -113,15 +130,16 @@ def _open_pair(turn: Any) -> list[dict[str, Any]]:
         for key, value in turn.items()
         if value is not None or key in ("content", "value")
     }
+    if any(is_nan(turn.get(key)) for key in ("role", "from")):
+        raise RowRefused("a turn without a role")
     if "from" in turn or "role" in turn:
         return [turn]
     pair = [
-        {"role": role, "content": turn[key]}
+        {"role": role, "content": said}
         for role, keys in (("user", ("user", "human")), ("assistant", ("bot", "assistant")))
-        for key in keys
-        if key in turn
+        if (said := one_of(turn, keys, f"the {role}'s text")) is not None
     ]
-    if not pair:
+    if not pair or "content" in turn or "value" in turn:
         raise RowRefused("a turn without a role")
     return pair
 
@@ -143,7 +161,7 @@ def _roles(turns: Sequence[Mapping[str, Any]], found: Messages) -> list[str]:
 
 
 def _role(turn: Mapping[str, Any], found: Messages) -> str:
-    name = turn.get("role", turn.get("from"))
+    name = one_of(turn, ("role", "from"), "a turn's role")
     if not isinstance(name, str) or not name.strip():
         raise RowRefused("a turn without a role")
     plain = name.strip().lower()
@@ -160,17 +178,19 @@ def _role(turn: Mapping[str, Any], found: Messages) -> str:
 
 
 def _add(found: Messages, turn: Mapping[str, Any], role: str) -> None:
-    content = _content(turn, found)
+    content = read_text(one_of(turn, TEXTS, "a turn's text"), found.repair)
     last = found.messages[-1] if found.messages else {}
-    weightless = _weight(turn, found) == 0
+    weightless = read_weight(turn, found.repair) == 0
     if role in FINALS and "reasoning_content" in last and not last["content"]:
         last["content"] = content or ""
+        _weigh_with_last(found, weightless)
         return
     message: dict[str, Any] = {"role": role, "content": content or ""}
     if role in CALLS:
-        calls = _calls(_json(content or "", "a tool call that is not valid JSON"))
+        calls = _calls(_json(content or "", "a tool call that is not valid JSON"), found)
         if last.get("role") == "assistant" and "tool_calls" not in last:
             last["tool_calls"] = calls  # what was said before the call is the same reply
+            _weigh_with_last(found, weightless)
             return
         message |= {"role": "assistant", "content": "", "tool_calls": calls}
     elif role in THOUGHTS:
@@ -178,7 +198,7 @@ def _add(found: Messages, turn: Mapping[str, Any], role: str) -> None:
     elif role in FINALS:
         message["role"] = "assistant"
     else:
-        _extras(message, turn)
+        _extras(message, turn, found)
         if content is None and role != "assistant" and role != "system":
             raise RowRefused(f"a {role} turn without content")
     if message["role"] == "assistant" and weightless:
@@ -186,83 +206,52 @@ def _add(found: Messages, turn: Mapping[str, Any], role: str) -> None:
     found.messages.append(message)
 
 
-def _extras(message: dict[str, Any], turn: Mapping[str, Any]) -> None:
+def _weigh_with_last(found: Messages, weightless: bool) -> None:
+    """A turn that goes on with the last message is trained with it, or neither is."""
+    last = len(found.messages) - 1
+    if weightless != (last in found.untrained):
+        found.repair(PART_WEIGHTS)
+        found.untrained.add(last)
+
+
+def _extras(message: dict[str, Any], turn: Mapping[str, Any], found: Messages) -> None:
     """Tool calls, reasoning and names of a turn in the OpenAI form."""
+    calls, call = (turn.get(key) for key in ("tool_calls", "function_call"))
+    if call not in (None, "", {}) and calls not in (None, "", []):
+        raise RowRefused("two values of a turn's calls", "tool_calls, function_call")
+    calls = [call] if call not in (None, "", {}) else calls
+    if calls not in (None, "", []):
+        if message["role"] != "assistant":
+            raise RowRefused(f"a {message['role']} turn with tool calls")
+        message["tool_calls"] = _calls(calls, found)
     if message["role"] == "assistant":
-        calls = turn.get("tool_calls") or (
-            [turn["function_call"]] if turn.get("function_call") else []
-        )
-        if calls:
-            message["tool_calls"] = _calls(calls)
-        for key in ("reasoning_content", "reasoning", "thinking"):
-            if isinstance(turn.get(key), str) and turn[key].strip():
-                message["reasoning_content"] = _sound(turn[key])
-                break
+        reasoning = one_of(turn, THINKING, "a turn's reasoning")
+        if not isinstance(reasoning, str | None):
+            raise RowRefused("a reasoning that is no text")
+        if reasoning and reasoning.strip():
+            message["reasoning_content"] = sound_text(reasoning)
     for key in ("tool_call_id", "name"):
-        if isinstance(turn.get(key), str):
-            message[key] = turn[key]
-
-
-def _content(turn: Mapping[str, Any], found: Messages) -> str | None:
-    content = turn.get("content", turn.get("value"))
-    if isinstance(content, bool):
-        raise RowRefused("a content that is no text")
-    if isinstance(content, int | float):
-        found.repair(NUMBER)
-        return str(content)
-    if isinstance(content, list):
-        content = "".join(map(_part, content))
-    if content is not None and not isinstance(content, str):
-        raise RowRefused("a content that is no text")
-    return None if content is None else _sound(content)
-
-
-def _part(part: Any) -> str:
-    """One part of a content list."""
-    if isinstance(part, str):
-        return part
-    kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
-    if kind != "text":
-        raise RowRefused(f"content that is not text ({kind})")
-    text = part.get("text") if part.get("text") is not None else part.get("value")
-    if not isinstance(text, str):
-        raise RowRefused("a text part without text")
-    return text
-
-
-def _sound(text: str) -> str:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise RowRefused("a message with half a surrogate pair") from None
-    return text
-
-
-def _weight(turn: Mapping[str, Any], found: Messages) -> float:
-    for key in ("weight", "loss_weight", "train"):
-        weight = turn.get(key)
-        if isinstance(weight, int | float):
-            if weight not in (0, 1):
-                found.repair(WEIGHTS)
-            return float(weight)
-    return 1.0
+        if turn.get(key) is not None:
+            message[key] = read_name(turn[key], f"a {key}", found.repair)
 
 
 # --- tool calls -----------------------------------------------------------------------------------------------
 
 
-def _calls(calls: Any) -> list[dict[str, Any]]:
+def _calls(calls: Any, found: Messages) -> list[dict[str, Any]]:
     calls = [calls] if isinstance(calls, dict) else calls
     if not isinstance(calls, list) or not calls:
         raise RowRefused("tool calls must be a list")
-    return [_call(call) for call in calls]
+    return [_call(call, found) for call in calls]
 
 
-def _call(call: Any) -> dict[str, Any]:
+def _call(call: Any, found: Messages) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowRefused("a tool call without a function's name")
-    arguments = function.get("arguments", function.get("parameters"))
+    if call.get("type") not in (None, "function"):
+        raise RowRefused("a tool call that is of no function")
+    arguments = one_of(function, ("arguments", "parameters"), "a call's arguments")
     if isinstance(arguments, str):
         arguments = (
             _json(arguments, "tool call arguments are not valid JSON") if arguments.strip() else {}
@@ -272,13 +261,16 @@ def _call(call: Any) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise RowRefused("tool call arguments are not a JSON object")
     made = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-    return {"id": call["id"], **made} if isinstance(call.get("id"), str) else made
+    require_sound(made, "a tool call")
+    if call.get("id") is None:
+        return made
+    return {"id": read_name(call["id"], "a tool call's id", found.repair), **made}
 
 
 def _json(text: str, reason: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return parse(text)
+    except ValueError:
         raise RowRefused(reason) from None
 
 
@@ -312,6 +304,25 @@ def _is_empty_reply(message: Mapping[str, Any]) -> bool:
         message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content")
     )
     return message["role"] == "assistant" and not said
+
+
+def _require_calls(found: Messages) -> None:
+    """Serving sends a tool's result after the call that asked for it, and nowhere else."""
+    asked = False
+    for message in found.messages:
+        if message["role"] == "tool" and not asked:
+            raise RowRefused("a tool's result without a call before it")
+        asked = asked if message["role"] == "tool" else bool(message.get("tool_calls"))
+
+
+def _leave_unclosed_untrained(found: Messages) -> None:
+    """A reply that was cut within its reasoning has an end that the target never says."""
+    for index, message in enumerate(found.messages):
+        text = message["content"]
+        cut = text.lstrip().startswith("<think>") and "</think>" not in text
+        if message["role"] == "assistant" and cut and index not in found.untrained:
+            found.repair(UNCLOSED)
+            found.untrained.add(index)
 
 
 def _open_with_user(found: Messages) -> None:

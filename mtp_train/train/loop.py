@@ -98,7 +98,7 @@ class _Trainer:
         self.config, self.accelerator, self.out = config, accelerator, out
         self._require_fit()
         self.requests = (
-            held_out_requests(held_out, config.online_eval, stop, target.max_positions)
+            held_out_requests(held_out, config.online_eval, stop, self.positions)
             if config.online_eval.every
             else []
         )
@@ -160,8 +160,22 @@ class _Trainer:
                     self._checkpoint()
         return self._finish()
 
+    @property
+    def positions(self) -> int:
+        """The longest sequence that target and head have positions for."""
+        target = self.target.max_positions
+        return min(target, self.head.positions or target)
+
     def _require_fit(self) -> None:
-        """Refuse a configuration that this head can't be trained with."""
+        """Refuse a configuration, or features, that this head can't be trained with."""
+        longest = max(int(some.lengths().max()) for some in (self.features, self.held_out))
+        if longest > self.positions:
+            whose = "head" if self.positions < self.target.max_positions else "target"
+            raise UserError(
+                f"a sequence must fit into the {self.positions} positions of the {whose}",
+                f"{longest} tokens",
+                f"run precompute again with data.max_tokens={self.positions} or less",
+            )
         head, config = self.head, self.config
         drafts = config.online_eval.drafts
         if config.online_eval.every and head.steps is not None and drafts > head.steps:
