@@ -20,8 +20,8 @@ from mtp_train.core.errors import UserError
 from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.engine import Engine, EngineConfig
 from mtp_train.engine.sequences import Request
-from mtp_train.export import deepseek_nextn, stitched
-from mtp_train.export.formats import LAYOUTS
+from mtp_train.export import deepseek_nextn
+from mtp_train.export.formats import LAYOUTS, difference
 from mtp_train.export.stage import RECORD, ExportConfig, export_head, import_head
 from mtp_train.heads.mtp import MtpConfig, MtpHead, build
 from mtp_train.heads.native import LAYOUTS as NAMES
@@ -453,10 +453,16 @@ def test_experts_that_are_never_set_are_none_in_a_random_head() -> None:
         assert parameter.ndim < 2 or 0.01 < float(parameter.std()) < 0.03, name
 
 
-def test_layouts_are_told_apart_by_their_configs() -> None:
-    assert stitched.Stitched().recognises(
-        {"architectures": ["MiMoForCausalLM"], "num_hidden_layers": 36}
-    )
-    assert not stitched.Stitched().recognises(
-        {"architectures": ["MiMoForCausalLM"], "num_hidden_layers": 1}
-    )
+def test_whole_models_and_heads_are_told_apart_by_their_tensors() -> None:
+    """A whole MiMo has its decoder layers beside the MTP layers, a head has not; both have the whole's config."""
+    head = {"mtp_layers.0.input_proj.weight", "mtp_layers.0.final_layernorm.weight"}
+    whole = head | {"layers.0.self_attn.q_proj.weight", "embed_tokens.weight"}
+    fits = {
+        name
+        for name, layout in LAYOUTS.items()
+        for names in (head, whole)
+        if not difference(layout, names)
+    }
+    assert fits == {"mimo_mtp", "stitched"}
+    assert difference(LAYOUTS["mimo_mtp"], whole) == "layers.0.self_attn.q_proj.weight is there"
+    assert difference(LAYOUTS["stitched"], head) == "no layers.*"

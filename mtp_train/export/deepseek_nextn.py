@@ -47,7 +47,7 @@ class DeepseekNextn(Layout):
     name = "deepseek_nextn"
     family = "mtp"
     forbidden = METHOD_WORDS
-    mark = "eh_proj.weight"  # the architecture is a whole model's as well
+    needs = ("layers.*.eh_proj.weight",)
 
     def head_faults(self, config: Any) -> Iterator[str]:
         yield from (f"head.{name}=false" for name in NORMS if not getattr(config, name))

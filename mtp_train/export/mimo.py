@@ -47,6 +47,8 @@ class MimoMtp(Layout):
     name = "mimo_mtp"
     family = MtpHead.family
     forbidden = METHOD_WORDS
+    needs = ("mtp_layers.0.input_proj.weight",)
+    never = ("layers.*",)
 
     def head_faults(self, config: Any) -> Iterator[str]:
         if config.modules > 1:
@@ -76,8 +78,7 @@ class MimoMtp(Layout):
         }
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
-        alone = config.get("num_hidden_layers", 1) == 1  # a whole MiMo has more
-        return config.get("architectures") == [ARCHITECTURE] and alone
+        return config.get("architectures") == [ARCHITECTURE]
 
     def read(
         self, tensors: dict[str, Tensor], config: Mapping[str, Any], target: Target

@@ -17,6 +17,7 @@ Knows which modules it is given, no head family.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +87,22 @@ def begin_as_last_layer(
         final_norm.load_state_dict(float_state(target.base.norm))
     else:
         _write_scaled(block, scale_D, usual)
+
+
+@torch.no_grad()
+def begin_as_identity(target: Target, blocks: Iterable[nn.Module]) -> None:
+    """Set later blocks to the last layer without what it adds, so that the head begins as one of a single layer."""
+    for block in blocks:
+        layer = last_layer_for(target, block)
+        block.load_state_dict({name: layer[name] for name in block.state_dict()})
+        if has_post_norms(block):
+            for norm in (block.post_attention_layernorm, block.post_feedforward_layernorm):
+                set_gain(norm, torch.zeros(target.hidden_size))
+            continue
+        for matrix, bias in _writers(block):
+            matrix.zero_()
+            if bias is not None:
+                bias.zero_()
 
 
 @torch.no_grad()
