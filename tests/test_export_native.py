@@ -159,14 +159,15 @@ def test_a_second_deepseeks_head_goes_out_as_a_thirds_with_its_own_routing(
     assert same(head, import_head(tmp_path / "out", target)[1])
 
 
-def test_a_head_alone_that_is_numbered_from_0_is_read(tmp_path: Path) -> None:
-    """As SGLang's own tool exports it."""
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_head_alone_that_is_numbered_from_0_is_read(layers: int, tmp_path: Path) -> None:
+    """As SGLang reads it, whether its config says its own number of layers or the target's."""
     target = toy("deepseek_v3")
     head = shaken(target)
     export_head(head, target, ExportConfig("deepseek_nextn"), tmp_path / "out", {})
     file = tmp_path / "out" / "model.safetensors"
     save_file({n.replace("layers.2.", "layers.0."): v for n, v in load_file(file).items()}, file)
-    edit(tmp_path / "out", num_hidden_layers=1)
+    edit(tmp_path / "out", num_hidden_layers=layers)
     assert same(head, import_head(edited(tmp_path / "out"), target)[1])
 
 
