@@ -404,7 +404,11 @@ def test_the_readme_names_the_target_and_the_figures(toy_target: Target, tmp_pat
         ),
         (
             lambda tensors: tensors.update({"model.embed_tokens.weight": torch.ones(61, 32)}),
-            r"extra \['model.embed_tokens.weight'\]",
+            "another embed_tokens.weight",
+        ),
+        (
+            lambda tensors: tensors.update({P + "odd.weight": torch.ones(2)}),
+            r"extra \['model.mtp_layers.0.odd.weight'\]",
         ),
         (
             lambda tensors: tensors.update({P + "input_proj.weight": torch.ones(32, 60)}),
@@ -415,7 +419,7 @@ def test_the_readme_names_the_target_and_the_figures(toy_target: Target, tmp_pat
             "must be zero",
         ),
     ],
-    ids=["missing", "extra", "shape", "bias"],
+    ids=["missing", "embedding", "extra", "shape", "bias"],
 )
 def test_a_folder_with_other_tensors_is_refused(
     toy_target: Target, exported: Path, change: Callable[[dict], object], message: str
