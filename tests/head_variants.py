@@ -31,6 +31,9 @@ SMALL_MODEL = config_values(
 )
 OWN_LAYER: dict[str, Any] = {
     "intermediate_size": 40,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 6,
     "rms_norm_eps": 1e-3,
     "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
 }
@@ -42,13 +45,15 @@ VARIANTS: dict[str, Any] = {
     "mtp-3-modules": MtpConfig(modules=3),
     "mtp-llama": MtpConfig(block="llama"),
     "eagle": EagleConfig(),
-    "eagle-own-layer": EagleConfig(block="llama", layer=OWN_LAYER, init="random"),
+    "eagle-own-layer": EagleConfig(block="llama", layer=OWN_LAYER, init="random", fc_bias=True),
+    "eagle-2-layers": EagleConfig(layers=2),
     "eagle3": Eagle3Config(draft_vocabulary=40),
     "eagle3-whole": Eagle3Config(draft_vocabulary=0, norm_before_residual=True),
     "eagle3.1": Eagle3Config(draft_vocabulary=40, fc_norm=True, norm_output=True),
     "eagle3-llama": Eagle3Config(draft_vocabulary=40, block="llama"),
+    "eagle3-2-layers": Eagle3Config(draft_vocabulary=40, layers=2, norm_before_fc=True),
     "medusa": MedusaConfig(),
-    "medusa-frozen": MedusaConfig(layers=2, own_lm_heads=False),
+    "medusa-frozen": MedusaConfig(layers=2, own_lm_heads=False, bias=True),
     "draft_model": DraftModelConfig(model=SMALL_MODEL),
     "draft_model-tied": DraftModelConfig(
         model=SMALL_MODEL | {"tie_word_embeddings": True, "vocab_size": 70}

@@ -404,7 +404,11 @@ def test_the_readme_names_the_target_and_the_figures(toy_target: Target, tmp_pat
         ),
         (
             lambda tensors: tensors.update({"model.embed_tokens.weight": torch.ones(61, 32)}),
-            r"extra \['model.embed_tokens.weight'\]",
+            "another embed_tokens.weight",
+        ),
+        (
+            lambda tensors: tensors.update({P + "odd.weight": torch.ones(2)}),
+            r"extra \['model.mtp_layers.0.odd.weight'\]",
         ),
         (
             lambda tensors: tensors.update({P + "input_proj.weight": torch.ones(32, 60)}),
@@ -415,7 +419,7 @@ def test_the_readme_names_the_target_and_the_figures(toy_target: Target, tmp_pat
             "must be zero",
         ),
     ],
-    ids=["missing", "extra", "shape", "bias"],
+    ids=["missing", "embedding", "extra", "shape", "bias"],
 )
 def test_a_folder_with_other_tensors_is_refused(
     toy_target: Target, exported: Path, change: Callable[[dict], object], message: str
@@ -442,14 +446,14 @@ def test_a_folder_without_biases_is_imported(toy_target: Target, exported: Path)
     )
 
 
-def test_another_architecture_is_refused(toy_target: Target, exported: Path) -> None:
+def test_the_tensors_say_what_a_folder_is(toy_target: Target, exported: Path) -> None:
+    """Not the architectures of its config.json, nor how many layers it says."""
     config = json.loads((exported / "config.json").read_text())
     (exported / "config.json").write_text(
-        json.dumps(config | {"architectures": ["LlamaForCausalLM"]})
+        json.dumps(config | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 36})
     )
     forget(exported)
-    with pytest.raises(UserError, match="known layout"):
-        import_head(exported, toy_target)
+    assert import_head(exported, toy_target)[0].name == "mimo_mtp"
 
 
 def test_a_block_that_the_layout_can_not_hold_is_refused(tmp_path: Path) -> None:

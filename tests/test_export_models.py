@@ -60,6 +60,8 @@ def test_the_layout_holds_blocks_and_lm_heads(
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     layers = head.config.layers
     blocks = {f"blocks.{i}.layers.{j}.weight": [32, 32] for i in range(3) for j in range(layers)}
+    if head.config.bias:
+        blocks |= {f"blocks.{i}.layers.{j}.bias": [32] for i in range(3) for j in range(layers)}
     own = {f"lm_heads.{i}.weight": [61, 32] for i in range(3)}
     outputs = own if head.config.own_lm_heads else {"lm_head.weight": [61, 32]}
     assert {name: list(value.shape) for name, value in tensors.items()} == blocks | outputs
@@ -80,7 +82,7 @@ def test_every_key_that_vllm_reads_is_written(
         "truncated_vocab_size": 61,
         "num_heads": 3,
         "num_hidden_layers": 1 if variant == "medusa" else 2,
-        "medusa_fc_bias": False,
+        "medusa_fc_bias": variant != "medusa",
         "original_lm_head": variant != "medusa",
         "logit_scale": 1.0,
         "tie_word_embeddings": False,

@@ -20,8 +20,8 @@ from mtp_train.core.errors import UserError
 from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.engine import Engine, EngineConfig
 from mtp_train.engine.sequences import Request
-from mtp_train.export import deepseek_nextn, stitched
-from mtp_train.export.formats import LAYOUTS
+from mtp_train.export import deepseek_nextn
+from mtp_train.export.formats import LAYOUTS, difference
 from mtp_train.export.stage import RECORD, ExportConfig, export_head, import_head
 from mtp_train.heads.mtp import MtpConfig, MtpHead, build
 from mtp_train.heads.native import LAYOUTS as NAMES
@@ -159,14 +159,15 @@ def test_a_second_deepseeks_head_goes_out_as_a_thirds_with_its_own_routing(
     assert same(head, import_head(tmp_path / "out", target)[1])
 
 
-def test_a_head_alone_that_is_numbered_from_0_is_read(tmp_path: Path) -> None:
-    """As SGLang's own tool exports it."""
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_head_alone_that_is_numbered_from_0_is_read(layers: int, tmp_path: Path) -> None:
+    """As SGLang reads it, whether its config says its own number of layers or the target's."""
     target = toy("deepseek_v3")
     head = shaken(target)
     export_head(head, target, ExportConfig("deepseek_nextn"), tmp_path / "out", {})
     file = tmp_path / "out" / "model.safetensors"
     save_file({n.replace("layers.2.", "layers.0."): v for n, v in load_file(file).items()}, file)
-    edit(tmp_path / "out", num_hidden_layers=1)
+    edit(tmp_path / "out", num_hidden_layers=layers)
     assert same(head, import_head(edited(tmp_path / "out"), target)[1])
 
 
@@ -453,10 +454,16 @@ def test_experts_that_are_never_set_are_none_in_a_random_head() -> None:
         assert parameter.ndim < 2 or 0.01 < float(parameter.std()) < 0.03, name
 
 
-def test_layouts_are_told_apart_by_their_configs() -> None:
-    assert stitched.Stitched().recognises(
-        {"architectures": ["MiMoForCausalLM"], "num_hidden_layers": 36}
-    )
-    assert not stitched.Stitched().recognises(
-        {"architectures": ["MiMoForCausalLM"], "num_hidden_layers": 1}
-    )
+def test_whole_models_and_heads_are_told_apart_by_their_tensors() -> None:
+    """A whole MiMo has its decoder layers beside the MTP layers, a head has not; both have the whole's config."""
+    head = {"mtp_layers.0.input_proj.weight", "mtp_layers.0.final_layernorm.weight"}
+    whole = head | {"layers.0.self_attn.q_proj.weight", "embed_tokens.weight"}
+    fits = {
+        name
+        for name, layout in LAYOUTS.items()
+        for names in (head, whole)
+        if not difference(layout, names)
+    }
+    assert fits == {"mimo_mtp", "stitched"}
+    assert difference(LAYOUTS["mimo_mtp"], whole) == "layers.0.self_attn.q_proj.weight is there"
+    assert difference(LAYOUTS["stitched"], head) == "no layers.*"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
 from head_variants import NORMS, ONE_NORM_OUT, VARIANTS, make_variant
+from toy_families import toy
 from toys import conversation, make_lively_target, make_store, make_target
 
 from mtp_train.attention.packed import PackedContext
@@ -36,6 +38,7 @@ from mtp_train.train.config import TrainConfig
 from mtp_train.train.loop import train
 from mtp_train.train.step import RolloutModule
 
+LIKE_ANOTHER = ("draft_model-fewer", "eagle-2-layers")  # that need not be overfitted as well
 SMALL = EngineConfig(max_batch=4, cache_rows=1024, page_size=4, prefill_rows=64)
 PROMPTS = ((5, 9, 2, 33), (7,), tuple(range(1, 20)), (50, 3, 3, 8, 21, 40), (11, 12))
 CPU = torch.device("cpu")
@@ -175,7 +178,7 @@ def test_a_float32_head_takes_bfloat16_features_without_autocast(
 
 @pytest.mark.parametrize(
     "variant",
-    [name for name in VARIANTS if name not in ONE_NORM_OUT and name != "draft_model-fewer"],
+    [name for name in VARIANTS if name not in {*ONE_NORM_OUT, *LIKE_ANOTHER}],
 )
 def test_a_head_overfitted_on_the_prompts_accepts_nearly_everything(
     variant: str, tmp_path: Path
@@ -325,6 +328,31 @@ def plain_block(
 
 def plain_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x / (x.square().mean() + 1e-6).sqrt() * weight
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("llama", EagleConfig(embedding_noise=0.0)),
+        ("gemma2", EagleConfig(embedding_noise=0.0)),
+        ("gpt_oss", EagleConfig(embedding_noise=0.0)),
+        ("qwen3", EagleConfig(embedding_noise=0.0, block="llama")),
+        ("llama", Eagle3Config(embedding_noise=0.0, draft_vocabulary=0)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{value.family}-{value.block}",
+)
+def test_a_head_of_several_layers_begins_as_one_of_a_single_layer(name: str, config: Any) -> None:
+    """Later layers begin as the identity; each has keys and values of its own."""
+    one, three = (build_head(toy(name), replace(config, layers=layers)) for layers in (1, 3))
+    assert (one.cache_layers, three.cache_layers) == (1, 3)
+    assert len(three.decoder_blocks()) == 3 and set(one.state_dict()) < set(three.state_dict())
+    embedding, state = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        first, deep = (
+            head(embedding, state, torch.arange(5), PackedContext([0, 5])) for head in (one, three)
+        )
+    assert first.abs().max() > 0
+    torch.testing.assert_close(deep, first, atol=1e-6, rtol=1e-5)
 
 
 # --- eagle3 ---------------------------------------------------------------------------------------------------

@@ -68,6 +68,11 @@ GOES = [
     ("eagle3", "speculators"),
     ("eagle3-whole", "speculators"),
     ("eagle3.1", "speculators"),
+    ("eagle-own-layer", "eagle_sglang"),
+    ("eagle-2-layers", "eagle"),
+    ("eagle-2-layers", "eagle_sglang"),
+    ("eagle3-2-layers", "eagle3"),
+    ("eagle3-2-layers", "speculators"),
 ]
 
 
@@ -135,6 +140,15 @@ def test_a_head_goes_out_and_comes_back(
             "eagle3",
             {name: shape for name, shape in EAGLE3.items() if name not in ("d2t", "t2d")}
             | {"lm_head.weight": [61, 32]},
+        ),
+        (
+            "eagle-2-layers",
+            "eagle",
+            EAGLE
+            | {
+                f"layers.1.{name}": shape
+                for name, shape in (LAYER | {"input_layernorm.weight": [32]}).items()
+            },
         ),
         ("eagle3.1", "eagle3", EAGLE3 | {f"fc_norm.{part}.weight": [32] for part in range(3)}),
         (
@@ -372,6 +386,7 @@ def test_a_wrong_key_in_the_config_is_caught(
     ("layout", "config", "why"),
     [
         ("mimo_mtp", EagleConfig(), "head.family=eagle"),
+        ("eagle", EagleConfig(fc_bias=True), "head.fc_bias=true"),
         ("mimo_mtp", MtpConfig(enorm=False, modules=2), "head.modules=2, head.enorm=false"),
         ("eagle", MtpConfig(), "head.family=mtp"),
         ("eagle3", EagleConfig(), "head.family=eagle"),
@@ -607,7 +622,6 @@ FC = "fc.weight"
             None,
             r"kind of number.*fc.weight torch.int32",
         ),
-        ("eagle", lambda t: t.update({"fc.bias": torch.ones(32)}), None, "no bias, or zeros"),
         (
             "eagle",
             lambda t: t.update({"embed_tokens.weight": torch.zeros(61, 32)}),
@@ -624,17 +638,38 @@ FC = "fc.weight"
             "eagle3",
             None,
             {"hidden_size": 64},
+            "target's hidden size; received hidden_size 64 for target_hidden_size 32",
+        ),
+        (
+            "eagle3",
+            None,
+            {"hidden_size": 64, "target_hidden_size": 64},
             r"own target \(hidden_size 32\); received hidden_size 64",
         ),
-        ("eagle", None, {"num_attention_heads": 2, "head_dim": 16}, "num_attention_heads 2 for 4"),
+        (
+            "eagle",
+            None,
+            {"num_attention_heads": 2, "head_dim": 16},
+            r"k_proj.weight \(16, 32\) for \(32, 32\)",
+        ),
+        (
+            "eagle",
+            None,
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "text's length: .*; received rope_type dynamic",
+        ),
+        ("eagle3", lambda t: (t.pop("d2t"), t.pop("t2d")), None, "40 of 61 tokens must say which"),
         ("eagle", None, {"attention_bias": True}, "attention_bias True for False"),
-        ("eagle3", None, {"num_hidden_layers": 2}, "num_hidden_layers 2"),
-        ("eagle3", None, {"eagle_config": {"norm_before_fc": True}}, "norm_before_fc"),
+        (
+            "eagle3",
+            None,
+            {"eagle_config": {"norm_before_fc": True}},
+            r"missing \['input_norm.weight'\]",
+        ),
         ("eagle3", None, {eagle3.IDS: [2, 3]}, "3 of the target's 7 layers"),
         ("eagle3", None, {eagle3.IDS: [2, 3, 8]}, "3 of the target's 7 layers"),
         ("eagle3", lambda t: t["d2t"].fill_(50), None, "d2t must lead to tokens below 61"),
         ("eagle3", lambda t: t["d2t"].copy_(-torch.arange(40)), None, "t2d must name the tokens"),
-        ("eagle", None, {"architectures": ["SomethingElse"]}, "known layout: .*SomethingElse"),
     ],
 )
 def test_a_folder_that_is_no_head_for_this_target_is_refused_by_name(
@@ -700,8 +735,6 @@ def test_an_export_of_ours_is_refused_by_another_target(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("variant", "layout", "name", "value"),
     [
-        ("mtp", "mimo_mtp", "num_hidden_layers", None),
-        ("mtp", "mimo_mtp", "architectures", []),
         ("eagle", "eagle", "intermediate_size", -1),
         ("eagle3", "eagle3", "hidden_size", -1),
         ("eagle3", "eagle3", "eagle_aux_hidden_state_layer_ids", True),

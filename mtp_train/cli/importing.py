@@ -15,7 +15,9 @@ from mtp_train.cli.job import Job
 from mtp_train.cli.run_folder import run_stage
 from mtp_train.core.errors import UserError
 from mtp_train.core.progress import say
-from mtp_train.core.provenance import file_digest, folder_digest, write_text
+from mtp_train.core.provenance import file_digest, folder_digest, read_json, write_text
+from mtp_train.export.files import CONFIG
+from mtp_train.export.speculators import LAYER
 from mtp_train.export.stage import import_head, layout_in
 from mtp_train.train.loop import CURVES
 
@@ -61,10 +63,24 @@ def _work(job: Job, folder: Path) -> Any:
         step=0,
         quantisation=target.quantisation,
         identity=target.identity,
-        config={"imported": str(folder.resolve()), "layout": layout.name},
+        config={
+            "imported": str(folder.resolve()),
+            "layout": layout.name,
+            "max_position_embeddings": _positions(folder),
+        },
         head=asdict(head.config),
     )
     save_checkpoint(job.folder.head, head, card)
     write_text(job.folder.stage("train") / CURVES, "")  # it was trained elsewhere
-    say(f"import: a head of family {head.family}, {layout.name} layout -> {job.folder.head}")
+    layers = f", {head.cache_layers} decoder layers" if head.cache_layers else ""
+    say(
+        f"import: a head of family {head.family}{layers}, {layout.name} layout -> {job.folder.head}"
+    )
     return file_digest(job.folder.head / TENSORS)
+
+
+def _positions(folder: Path) -> int | None:
+    """The positions that the folder's config.json names for the head; engines limit texts to them."""
+    values = read_json(folder / CONFIG)
+    found: int | None = values.get(LAYER, values).get("max_position_embeddings")
+    return found

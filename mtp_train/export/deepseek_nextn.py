@@ -47,7 +47,7 @@ class DeepseekNextn(Layout):
     name = "deepseek_nextn"
     family = "mtp"
     forbidden = METHOD_WORDS
-    mark = "eh_proj.weight"  # the architecture is a whole model's as well
+    needs = ("layers.*.eh_proj.weight",)
 
     def head_faults(self, config: Any) -> Iterator[str]:
         yield from (f"head.{name}=false" for name in NORMS if not getattr(config, name))
@@ -92,20 +92,21 @@ class DeepseekNextn(Layout):
 
     def load(self, folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, values = super().load(folder)
-        if any(name.startswith("model.layers.0.self_attn.") for name in tensors):
-            first = int(values["num_hidden_layers"])
-            if first > 1:  # a whole checkpoint: the target's own tensors are not the head's
-                tensors = {name: one for name, one in tensors.items() if _layer(name) >= first}
+        first = _modules(tensors)[0]
+        if any(0 <= _layer(name) < first for name in tensors):
+            # A whole checkpoint: the target's own tensors are not the head's.
+            tensors = {name: one for name, one in tensors.items() if _layer(name) >= first}
         return tensors, values
 
     def read(
         self, tensors: dict[str, Tensor], config: Mapping[str, Any], target: Target
     ) -> DraftHead:
-        alone = config["num_hidden_layers"] == 1 != target.layers  # SGLang's own exports begin at 0
+        modules = _modules(tensors)
+        alone = modules[0] == 0  # as SGLang's tool exports them
         renamed = {
             _raised(name, target.layers if alone else 0): value for name, value in tensors.items()
         }
-        return read_modules(target, NAMES, renamed, int(config["num_nextn_predict_layers"]))
+        return read_modules(target, NAMES, renamed, len(modules))
 
     def served(
         self, tensors: Mapping[str, Tensor], config: Mapping[str, Any], chain: Chain
@@ -211,6 +212,11 @@ def _module(tensors: Mapping[str, Tensor], config: Mapping[str, Any], prefix: st
         return normed("shared_head.norm", rows)
 
     return run
+
+
+def _modules(tensors: Mapping[str, Tensor]) -> list[int]:
+    """The numbers of the layers that are MTP modules."""
+    return sorted({_layer(name) for name in tensors if name.endswith("eh_proj.weight")})
 
 
 def _layer(name: str) -> int:

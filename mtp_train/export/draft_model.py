@@ -34,7 +34,8 @@ class DraftModel(Layout):
     name = "draft_model"
     family = DraftModelHead.family
     forbidden = METHOD_WORDS
-    mark = EMBEDDING
+    needs = ("embed_tokens.weight", "layers.0.input_layernorm.weight")
+    never = ("fc.weight", "mtp_layers.*", "*eh_proj.weight", "*hidden_norm.weight")
 
     def head_faults(self, config: Any) -> Iterator[str]:
         yield from ()

@@ -1,7 +1,8 @@
 """The EAGLE-1/2 layout, as published: an `eagle` head for vLLM (`eagle`) or SGLang (`eagle_sglang`).
 
-Both compute `fc([E | H])`, a Llama layer without its input norm, a residual add, and feed the sum back and to the
-target's lm_head (vLLM 0.32 `llama_eagle.py`; SGLang `llama_eagle.py`). They differ in what a folder must say:
+Both compute `fc([E | H])`, a Llama layer without its input norm, whole Llama layers after it where there are more, and
+feed the last residual back and to the target's lm_head (vLLM 0.32 `llama_eagle.py`; SGLang `llama_eagle.py`). They
+differ in what a folder must say:
 
     vLLM     LlamaForCausalLM        raises on `norm`, `lm_head` and `layers.0.input_layernorm`; has no fc.bias
     SGLang   LlamaForCausalLMEagle   its fc has a bias, random where the folder has none: zeros are written
@@ -17,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtp_train.core.errors import UserError
 from mtp_train.export import llama
 from mtp_train.export.layout import Chain, Layout, Serving, cast, require_tensors
 from mtp_train.export.reference import Layer, chained
@@ -26,10 +26,6 @@ from mtp_train.heads.eagle import EagleConfig, EagleHead
 from mtp_train.models.target import Target
 
 PREFIX = "layers.0."
-NAMES = {"fc.weight": "fc.weight"} | {
-    f"{PREFIX}{name}": f"block.{name}"
-    for name in (*llama.MATRICES, "post_attention_layernorm.weight")
-}
 BIAS = "fc.bias"
 
 
@@ -38,11 +34,13 @@ class Eagle(Layout):
 
     name = "eagle"
     family = EagleHead.family
-    mark = "fc.weight"  # a Llama of one layer has the same config.json
+    needs = ("fc.weight", "layers.0.self_attn.q_proj.weight")
+    never = ("layers.0.input_layernorm.weight", "*hidden_norm.weight", "midlayer.*")
     architecture = "LlamaForCausalLM"
 
     def head_faults(self, config: Any) -> Iterator[str]:
-        yield from ()
+        if config.fc_bias:
+            yield "head.fc_bias=true (vLLM leaves it out)"
 
     def target_faults(self, config: Any, target: Target) -> Iterator[str]:
         yield from llama.block_faults(config, target, {*llama.MATRICES, *llama.NORMS})
@@ -51,35 +49,28 @@ class Eagle(Layout):
 
     def tensors(self, head: DraftHead, target: Target, dtype: torch.dtype) -> dict[str, Tensor]:
         ours = head.state_dict()
-        return cast({theirs: ours[mine] for theirs, mine in NAMES.items()}, dtype)
+        return cast({theirs: ours[mine] for theirs, mine in _names(head).items()}, dtype)
 
     def config(self, head: DraftHead, target: Target) -> dict[str, Any]:
         return llama.dimensions(target, head.config.layer) | {
             "architectures": [self.architecture],
             "model_type": "llama",
-            "num_hidden_layers": 1,
+            "num_hidden_layers": head.config.layers,
         }
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
-        return (
-            config.get("architectures") in ([self.architecture], [f"Eagle{self.architecture}"])
-            and config.get("num_hidden_layers") == 1
-        )
+        known = ([self.architecture], [f"Eagle{self.architecture}"])
+        return config.get("architectures") in known
 
     def read(
         self, tensors: dict[str, Tensor], config: Mapping[str, Any], target: Target
     ) -> EagleHead:
-        head = EagleHead(target, EagleConfig(**llama.settings(config, target)))
-        ours = head.state_dict()
-        wanted = {theirs: ours[mine] for theirs, mine in NAMES.items()}
-        require_tensors(tensors, wanted, {BIAS})
-        if BIAS in tensors and bool(tensors[BIAS].any()):
-            raise UserError(
-                "an eagle head's fc must have no bias, or zeros: vLLM leaves it out",
-                f"{BIAS} up to {float(tensors[BIAS].abs().max()):.3g}",
-                "use a head that was trained without it",
-            )
-        head.load_state_dict({mine: tensors[theirs].float() for theirs, mine in NAMES.items()})
+        bias = BIAS in tensors and bool(tensors[BIAS].any())  # not a number too
+        block = llama.settings(config, target, tensors, PREFIX)
+        head = EagleHead(target, EagleConfig(**block, fc_bias=bias))
+        ours, names = head.state_dict(), _names(head)
+        require_tensors(tensors, {theirs: ours[mine] for theirs, mine in names.items()}, {BIAS})
+        head.load_state_dict({mine: tensors[theirs].float() for theirs, mine in names.items()})
         return head
 
     def served(
@@ -92,6 +83,8 @@ class Eagle(Layout):
             rows = rows + layer.attention(rows, position)
             normed = layer.norm(f"{PREFIX}post_attention_layernorm.weight", rows)
             out = rows + layer.mlp(normed)
+            for number in range(1, config["num_hidden_layers"]):
+                out = Layer(tensors, config, f"layers.{number}.").whole(out, position)
             return out, out
 
         return chained(step, chain, chain.states["post_norm"], chain.lm_head)
@@ -117,9 +110,11 @@ class EagleSglang(Eagle):
     architecture = "LlamaForCausalLMEagle"
 
     def tensors(self, head: DraftHead, target: Target, dtype: torch.dtype) -> dict[str, Tensor]:
-        return super().tensors(head, target, dtype) | {
-            BIAS: torch.zeros(target.hidden_size, dtype=dtype)
-        }
+        zeros = {BIAS: torch.zeros(target.hidden_size, dtype=dtype)}
+        return zeros | super().tensors(head, target, dtype)
+
+    def head_faults(self, config: Any) -> Iterator[str]:
+        yield from ()
 
     def serving(self, config: Any, target: str, head: str, drafts: int) -> list[Serving]:
         command = llama.sglang("EAGLE", target, head, drafts)
@@ -128,3 +123,9 @@ class EagleSglang(Eagle):
             "`--speculative-num-draft-tokens` tokens."
         )
         return [Serving("SGLang, algorithm `EAGLE`", "mid 2026", False, tree)]
+
+
+def _names(head: DraftHead) -> dict[str, str]:
+    """Name in the layout -> name in `EagleHead`, for every tensor that the head has."""
+    outer = {"fc.weight": "fc.weight"} | ({BIAS: BIAS} if head.config.fc_bias else {})
+    return outer | llama.layer_names(head, PREFIX)

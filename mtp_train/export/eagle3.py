@@ -1,8 +1,8 @@
 """The EAGLE-3 layout, with 3.1's flags: an `eagle3` head for vLLM, SGLang and TensorRT-LLM.
 
-    h      = fc([g1 | g2 | g3])                                     fc_norm: each g normed first
+    h      = fc([g1 | g2 | g3])                                     fc_norm: each g normed; norm_before_fc: all as one
     r      = h + attention([input_layernorm(E) | hidden_norm(h)])   norm_before_residual: hidden_norm(h) + ...
-    out    = r + mlp(post_attention_layernorm(r))
+    out    = r + mlp(post_attention_layernorm(r))                   then whole layers, in a head of several
     logits = lm_head(norm(out))                                     out is fed back; norm_output: norm(out) is
 
 (vLLM 0.32 `llama_eagle3.py`; SGLang `llama_eagle3.py`.) `lm_head` row i drafts the target's token i + d2t[i]; t2d tells
@@ -14,6 +14,7 @@ Knows tensors and config keys only.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -31,7 +32,8 @@ from mtp_train.models.target import POST_NORM, Target, layer_of
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 IDS = "eagle_aux_hidden_state_layer_ids"
-FLAGS = ("norm_before_residual", "fc_norm", "norm_output")  # of Eagle3Config too
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # of Eagle3Config too
+DEEP = re.compile(r"midlayer\.(\d+)\.")
 OFFSETS, MEMBERS, LM_HEAD = "d2t", "t2d", "lm_head.weight"
 
 
@@ -41,6 +43,9 @@ class Eagle3(Layout):
     name = "eagle3"
     family = Eagle3Head.family
     prefix = "midlayer."  # of the block; SGLang knows no other name, vLLM both
+    needs = (
+        "midlayer.hidden_norm.weight|midlayer.0.hidden_norm.weight|layers.0.hidden_norm.weight",
+    )
 
     def head_faults(self, config: Any) -> Iterator[str]:
         if POST_NORM in config.states:
@@ -54,7 +59,7 @@ class Eagle3(Layout):
 
     def tensors(self, head: DraftHead, target: Target, dtype: torch.dtype) -> dict[str, Tensor]:
         ours = head.state_dict()
-        found = {theirs: ours[mine] for theirs, mine in self.names(head.config).items()}
+        found = {theirs: ours[mine] for theirs, mine in self.names(head).items()}
         return cast(found | vocabulary_tensors(head.vocabulary, target.vocab_size), dtype)
 
     def config(self, head: DraftHead, target: Target) -> dict[str, Any]:
@@ -65,16 +70,15 @@ class Eagle3(Layout):
             | {
                 "architectures": [ARCHITECTURE],
                 "model_type": "llama",
-                "num_hidden_layers": 1,
+                "num_hidden_layers": head.config.layers,
                 "draft_vocab_size": len(head.state_dict()[LM_HEAD]),
                 "target_hidden_size": target.hidden_size,
                 "num_aux_hidden_states": len(ids),
-                "norm_before_fc": False,
                 IDS: ids,
                 "eagle_config": {
                     IDS: [number - 1 for number in ids],
                     "use_aux_hidden_state": True,
-                    "norm_before_fc": False,
+                    "norm_before_fc": head.config.norm_before_fc,
                 },
             }
         )
@@ -86,21 +90,20 @@ class Eagle3(Layout):
     def read(
         self, tensors: dict[str, Tensor], config: Mapping[str, Any], target: Target
     ) -> Eagle3Head:
-        block = llama.settings(config, target)
         _require_known(config)
+        block = llama.settings(config, target, tensors, self.prefix)
         vocabulary_U = read_vocabulary(tensors, target.vocab_size)
-        norm_before_residual, fc_norm, norm_output = (bool(config.get(name)) for name in FLAGS)
+        nested = config.get("eagle_config") or {}
+        flags: dict[str, Any] = {name: bool(config.get(name)) for name in FLAGS}
+        flags["norm_before_fc"] = bool(nested.get("norm_before_fc", flags["norm_before_fc"]))
         settings = Eagle3Config(
             **block,
             states=[f"layer_{number}" for number in layer_ids(config, target.layers)],
             draft_vocabulary=0 if vocabulary_U is None else len(vocabulary_U),
-            norm_before_residual=norm_before_residual,
-            fc_norm=fc_norm,
-            norm_output=norm_output,
+            **flags,
         )
         head = Eagle3Head(target, settings)
-        ours = head.state_dict()
-        names = self.names(settings)
+        ours, names = head.state_dict(), self.names(head)
         wanted = {theirs: ours[mine] for theirs, mine in names.items()}
         require_tensors(tensors, wanted, {OFFSETS, MEMBERS})
         loaded = {mine: tensors[theirs].float() for theirs, mine in names.items()}
@@ -127,6 +130,8 @@ class Eagle3(Layout):
             residual = hidden if config["norm_before_residual"] else state
             rows = residual + layer.attention(torch.cat([token, hidden], dim=-1), position)
             rows = rows + layer.mlp(layer.norm(f"{prefix}post_attention_layernorm.weight", rows))
+            for number in range(1, config["num_hidden_layers"]):
+                rows = Layer(tensors, config, f"layers.{number}.").whole(rows, position)
             read = layer.norm("norm.weight", rows)
             return read, read if config["norm_output"] else rows
 
@@ -138,7 +143,10 @@ class Eagle3(Layout):
             whole_NV[:, torch.arange(config["draft_vocab_size"]) + tensors[OFFSETS]] = logits_NU
             return whole_NV
 
-        fused_TD = torch.cat(parts, dim=-1) @ tensors["fc.weight"].T
+        states = torch.cat(parts, dim=-1)
+        if config["norm_before_fc"]:
+            states = layer.norm("input_norm.weight", states)
+        fused_TD = states @ tensors["fc.weight"].T
         return chained(step, chain, fused_TD, lm_head)
 
     def serving(self, config: Any, target: str, head: str, drafts: int) -> list[Serving]:
@@ -146,6 +154,8 @@ class Eagle3(Layout):
         sglang = llama.sglang("EAGLE3", target, head, drafts)
         if flags:
             sglang = f"Its EAGLE-3 model leaves out {', '.join(flags)}, which this head needs."
+        elif config.layers > 1:
+            sglang = "Its EAGLE-3 model computes layers after the first in another way, under other names."
         return [
             Serving(
                 "vLLM, method `eagle3`",
@@ -158,22 +168,20 @@ class Eagle3(Layout):
 
     def tidied(self, tensors: dict[str, Tensor], target: Target) -> dict[str, Tensor]:
         found = {
-            name.replace("layers.0.", self.prefix).replace("midlayer.", self.prefix): value
+            _renamed(name, self.prefix): value
             for name, value in llama.tidied(tensors, target, shared_lm_head=False).items()
         }
         if LM_HEAD not in found and OFFSETS not in found:  # engines take the target's
             found[LM_HEAD] = target.lm_head.weight.detach().cpu()
         return found
 
-    def names(self, config: Any) -> dict[str, str]:
+    def names(self, head: DraftHead) -> dict[str, str]:
         """Name in the layout -> name in `Eagle3Head`."""
-        block = {
-            f"{self.prefix}{name}": f"block.{name}" for name in (*llama.MATRICES, *llama.NORMS)
-        }
         outer = ["fc.weight", "norm.weight", LM_HEAD]
-        outer += [f"fc_norm.{part}.weight" for part in range(STATES * config.fc_norm)]
+        outer += [f"fc_norm.{part}.weight" for part in range(STATES * head.config.fc_norm)]
+        outer += ["input_norm.weight"] * head.config.norm_before_fc
         return (
-            block
+            llama.layer_names(head, self.prefix)
             | {f"{self.prefix}hidden_norm.weight": "hidden_norm.weight"}
             | {name: name for name in outer}
         )
@@ -196,9 +204,18 @@ def read_vocabulary(tensors: Mapping[str, Tensor], vocab_size: int) -> Tensor | 
         UserError: d2t leaves the vocabulary, or t2d says otherwise.
     """
     if OFFSETS not in tensors:
+        rows = len(tensors[LM_HEAD]) if LM_HEAD in tensors else vocab_size
+        if rows < vocab_size:
+            raise UserError(
+                f"an eagle3 head that drafts {rows} of {vocab_size} tokens must say which",
+                f"no {OFFSETS}",
+                "copy the whole folder, or use its own target",
+            )
         return None
     offset_U = tensors[OFFSETS].long()
     chosen_U = offset_U + torch.arange(len(offset_U))
+    if len(offset_U) == vocab_size and not bool(offset_U.any()):
+        return None
     if bool((chosen_U < 0).any()) or bool((chosen_U >= vocab_size).any()):
         raise UserError(
             f"d2t must lead to tokens below {vocab_size}",
@@ -234,15 +251,26 @@ def layer_ids(config: Mapping[str, Any], layers: int) -> list[int]:
 def _require_known(config: Mapping[str, Any]) -> None:
     nested = config.get("eagle_config") or {}
     odd = []
-    if config.get("num_hidden_layers", 1) != 1:
-        odd.append(f"num_hidden_layers {config['num_hidden_layers']}")
-    if nested.get("norm_before_fc", config.get("norm_before_fc", False)):
-        odd.append("norm_before_fc")
     if not nested.get("use_aux_hidden_state", True):
         odd.append("use_aux_hidden_state false")
     if odd:
         raise UserError(
-            "an eagle3 head must be one layer over three fused states",
+            "an eagle3 head must read three fused states",
             ", ".join(odd),
             "this kind is not trained or run here",
         )
+
+
+def _renamed(name: str, first: str) -> str:
+    """A tensor's name with its first decoder layer below `first`, and later ones as plain layers.
+
+    NVIDIA's Megatron exports number them all (`midlayer.1.`) and call a later layer's input norm `hidden_norm`.
+    """
+    deep = DEEP.match(name)
+    if deep and int(deep[1]) > 0:
+        rest = name.removeprefix(deep[0]).replace("hidden_norm.", "input_layernorm.")
+        return f"layers.{deep[1]}.{rest}"
+    for prefix in (deep[0] if deep else "midlayer.", "layers.0."):
+        if name.startswith(prefix):
+            return first + name.removeprefix(prefix)
+    return name

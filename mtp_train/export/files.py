@@ -45,10 +45,13 @@ def tensor_names(folder: Path) -> set[str]:
 
 
 def _files(folder: Path) -> list[Path]:
+    files = sorted(folder.glob("*.safetensors"))
     if (folder / INDEX).is_file():
         index = read_json(folder / INDEX)
-        return [folder / name for name in sorted(set(index["weight_map"].values()))]
-    files = sorted(folder.glob("*.safetensors"))
+        named = [folder / name for name in sorted(set(index["weight_map"].values()))]
+        # Some tools leave the whole model's index beside a head in one file of another name.
+        if not files or not set(named).isdisjoint(files):
+            return named
     if not files:
         pickled = [path.name for pattern in PICKLED for path in sorted(folder.glob(pattern))]
         raise UserError(

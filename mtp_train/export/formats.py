@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,66 @@ def usual(name: str, family: str) -> Layout | None:
     return LAYOUTS.get(known)
 
 
+# Published heads of kinds that no family here is: patterns of tensor names that only they have.
+NOT_READ = {
+    "a P-EAGLE head (it drafts in parallel, with a learned mask_hidden)": ("mask_hidden",),
+    "a DSpark head": ("markov_head.*", "confidence_head.*"),
+    "a Domino head": ("prefix_gru.*",),
+    "a DFlash head": ("hidden_norm.weight",),
+    "an EAGLE head with parallel Medusa heads": ("parallel_draft_heads.*",),
+    "a HASS head, or one of EAGLE-1 with norms before fc": (
+        "embedding_layernorm.weight",
+        "hidden_states_layernorm.weight",
+        "pre_lm_head_layernorm.weight",
+    ),
+    "an EAGLE-3 head with latent attention": (
+        "midlayer.self_attn.kv_a_proj_with_mqa.weight",
+        "layers.0.hidden_norm.weight&layers.0.self_attn.kv_a_proj_with_mqa.weight",
+    ),
+    "an EAGLE-3 head whose later layers are SGLang's": ("additional_layers.*",),
+    "Qwen3-Next's MTP layers (begin a head as them: head.init=native, with their target)": (
+        "mtp.fc.weight",
+    ),
+}
+
+
 def recognised(config: Mapping[str, Any], folder: Path) -> Layout:
-    """The layout that a folder is of, by its config.json; by a tensor's name where that is another model's as well."""
-    for layout in LAYOUTS.values():
-        if layout.recognises(config) and layout.marked(tensor_names(folder)):
-            return layout
+    """The layout that a folder is of, by its tensors' names; by its config.json where several have such names."""
+    names = {name.removeprefix("model.") for name in tensor_names(folder)}
+    _require_read(names, folder)
+    found = [layout for layout in ALL if not difference(layout, names)]
+    named = [layout for layout in found if layout.recognises(config)]
+    if found:
+        return (named or found)[0]
+    tried = "; ".join(f"{layout.name}: {difference(layout, names)}" for layout in ALL)
     raise UserError(
-        "a head to import must be in a known layout: " + ", ".join(LAYOUTS),
-        f"{folder} with architectures {config.get('architectures')}",
-        "see `mtp-train export --list` for the formats",
+        "a head to import must have the tensors of a known layout",
+        f"{folder} with architectures {config.get('architectures')} ({tried})",
+        "compare its tensors with those in docs/exports.md",
     )
+
+
+def difference(layout: Layout, names: Collection[str]) -> str:
+    """The first tensor by which a folder is not of a layout; empty if there is none."""
+    for needed in layout.needs:
+        if not any(_matching(one, names) for one in needed.split("|")):
+            return f"no {needed.split('|')[0]}"
+    odd = [name for pattern in layout.never for name in _matching(pattern, names)]
+    return f"{odd[0]} is there" if odd else ""
+
+
+def _require_read(names: Collection[str], folder: Path) -> None:
+    """Raise if the tensors are those of a published kind of head that is not read."""
+    for kind, signs in NOT_READ.items():
+        for sign in signs:
+            found = [_matching(part, names) for part in sign.split("&")]
+            if all(found):
+                raise UserError(
+                    "a head to import must be of a family that is trained here",
+                    f"{folder} with {found[-1][0]}: {kind}: not supported yet",
+                    "import another head; docs/heads.md lists the families",
+                )
+
+
+def _matching(pattern: str, names: Collection[str]) -> list[str]:
+    return sorted(name for name in names if fnmatchcase(name, pattern))

@@ -88,17 +88,15 @@ class Layout(ABC):
         name: its name in `formats.LAYOUTS`.
         family: of the heads that it holds.
         forbidden: words that the folder's path must not contain.
-        mark: how a tensor's name ends that tells the layout from other models with such a config.json.
+        needs: patterns of tensor names (`|` between alternatives), each of which a folder of the layout has.
+        never: patterns of tensor names that it has not.
     """
 
     name: ClassVar[str]
     family: ClassVar[str]
     forbidden: ClassVar[tuple[str, ...]] = ()
-    mark: ClassVar[str] = ""
-
-    def marked(self, names: Collection[str]) -> bool:
-        """Whether a folder with these tensors may be of the layout."""
-        return any(name.endswith(self.mark) for name in names)
+    needs: ClassVar[tuple[str, ...]]
+    never: ClassVar[tuple[str, ...]] = ()
 
     def not_held(self, config: Any, target: Target | None = None) -> str:
         """Why a head of this configuration, for this target, can't go here; empty if it can."""
@@ -127,7 +125,7 @@ class Layout(ABC):
 
     @abstractmethod
     def recognises(self, config: Mapping[str, Any]) -> bool:
-        """Whether a config.json is one of this layout."""
+        """Whether a config.json names this layout: it decides where several have the folder's tensors."""
 
     @abstractmethod
     def read(

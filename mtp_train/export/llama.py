@@ -5,6 +5,7 @@ Knows no layout.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from mtp_train.core.errors import UserError
 from mtp_train.heads.block import OWN, POSITIONS, unlike_llama
 from mtp_train.models.plain import plain_config, read_config
-from mtp_train.models.target import Target
+from mtp_train.models.target import ROPE_TYPES, Target
 
 MATRICES = (
     "self_attn.q_proj.weight",
@@ -40,6 +41,7 @@ SIZES = (
     "attention_bias",
     "mlp_bias",
 )
+LAYER = re.compile(r"layers\.(\d+)\.")
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -90,10 +92,17 @@ def output_faults(target: Target) -> Iterator[str]:
         yield f"a cap on the target's logits ({target.logit_softcap})"
 
 
-def block_kind(target: Target) -> str:
-    """`head.block` of a head that a layout without biases holds: the target's own class where it is a Llama layer."""
-    own = set(target.base.layers[-1].state_dict())
-    return "target" if own == {*MATRICES, *NORMS} and not unlike_llama(target) else "llama"
+def block_kind(target: Target, found: Collection[str]) -> str:
+    """`head.block` of a head that is read: the target's own class where it has the tensors of the head's first layer.
+
+    Another trainer's layer multiplies by its norms' weights and has no window, whatever the target's does.
+    """
+    outer = {
+        "input_layernorm.weight",
+        "hidden_norm.weight",
+    }  # which the first layer of a family lacks, or has more
+    same = set(target.base.layers[-1].state_dict()) - outer == set(found) - outer
+    return "target" if same and not unlike_llama(target) else "llama"
 
 
 def read_layer(config: Mapping[str, Any], target: Target) -> dict[str, Any]:
@@ -102,6 +111,12 @@ def read_layer(config: Mapping[str, Any], target: Target) -> dict[str, Any]:
     Tensors of the same shapes can be cut into other heads, and turn by another RoPE: other sizes are an error.
     """
     theirs, ours = read_config(config).to_dict(), plain_config(target).to_dict()
+    if config.get("target_hidden_size") not in (None, theirs["hidden_size"]):
+        raise UserError(
+            "a head must have its target's hidden size",
+            f"hidden_size {theirs['hidden_size']} for target_hidden_size {config['target_hidden_size']}",
+            "this kind is not trained or run here",
+        )
     for name in ("hidden_size", "vocab_size"):
         if theirs[name] != ours[name]:
             raise UserError(
@@ -113,23 +128,58 @@ def read_layer(config: Mapping[str, Any], target: Target) -> dict[str, Any]:
     odd = [f"{key} {theirs[key]} for {ours[key]}" for key in others if theirs[key] != ours[key]]
     if odd:
         raise UserError(
-            "a head's layer must have the target's sizes",
+            "a head's layer must be of the target's kind",
             ", ".join(odd),
             "check its config.json against the target's",
         )
     if POSITIONS not in config or theirs[POSITIONS] > ours[POSITIONS]:
         theirs[POSITIONS] = ours[POSITIONS]  # a head is run at its target's positions
+    rope = theirs["rope_parameters"].get("rope_type")
+    if rope not in ROPE_TYPES:
+        raise UserError(
+            "a head's RoPE must not depend on the text's length: " + ", ".join(ROPE_TYPES),
+            f"rope_type {rope}",
+            "this kind is not trained or run here",
+        )
     return {key: theirs[key] for key in OWN if theirs[key] != ours[key]}
 
 
-def settings(config: Mapping[str, Any], target: Target) -> dict[str, Any]:
-    """`head.block`, `layer` and `init` of a draft that is read."""
-    layer = read_layer(config, target)
+def settings(
+    config: Mapping[str, Any], target: Target, tensors: Mapping[str, Tensor], first: str
+) -> dict[str, Any]:
+    """`head.block`, `layer`, `layers` and `init` of a draft that is read.
+
+    How many layers it has its tensors say: published config.json files often give the target's number.
+
+    Args:
+        first: prefix of the first layer's tensors; later ones lie in `layers.1.` and so on.
+    """
+    own = {name.removeprefix(first) for name in tensors if name.startswith(first)}
+    layer = read_layer(_with_head_width(config, tensors.get(f"{first}{MATRICES[0]}")), target)
     return {
-        "block": "llama" if layer else block_kind(target),
+        "block": "llama" if layer else block_kind(target, own),
         "layer": layer,
+        "layers": max([0, *(int(match[1]) for match in map(LAYER.match, tensors) if match)]) + 1,
         "init": "random" if layer else "last_layer",
     }
+
+
+def _with_head_width(config: Mapping[str, Any], query: Tensor | None) -> dict[str, Any]:
+    """A config with a head_dim: where it names none, what the query matrix is cut into."""
+    heads = config.get("num_attention_heads")
+    if config.get("head_dim") or query is None or not heads:
+        return dict(config)
+    return {**config, "head_dim": len(query) // heads}
+
+
+def layer_names(head: Any, first: str) -> dict[str, str]:
+    """Name in a layout -> name in the head, of its decoder layers; the first has prefix `first`."""
+    names = {f"{first}{name}": f"block.{name}" for name in head.block.state_dict()}
+    for number, block in enumerate(head.later, start=1):
+        names |= {
+            f"layers.{number}.{name}": f"later.{number - 1}.{name}" for name in block.state_dict()
+        }
+    return names
 
 
 def tidied(

@@ -7,7 +7,9 @@ lm_head goes out with one copy of it, as `lm_head.weight`, and `original_lm_head
 and its loader skips what it does not find, so that an absent one would stay uninitialised. `truncated_vocab_size` is
 the whole vocabulary: these heads draft all of it. vLLM drafts the greatest logit alone.
 
-Published heads in the older names (`{i}.{j}.linear.weight`, `{i}.{layers}.weight`) are read if their biases are zero.
+Published heads in the older names (`{i}.{j}.linear.weight`, `{i}.{layers}.weight`) are read, biases included; how many
+heads and layers there are the tensors say, since the authors' config.json files don't always. Heads without lm_heads
+read the target's.
 
 Knows tensors and config keys only.
 """
@@ -30,7 +32,8 @@ from mtp_train.heads.medusa import MedusaConfig, MedusaHead
 from mtp_train.models.target import POST_NORM, Target
 
 SHARED = "lm_head.weight"
-OLDER = re.compile(r"(?:medusa_heads\.)?(\d+)\.(\d+)\.(linear\.)?(weight|bias)")
+LAYER = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.")
+OLDER = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.(linear\.)?(weight|bias)")
 
 
 class Medusa(Layout):
@@ -39,6 +42,7 @@ class Medusa(Layout):
     name = "medusa"
     family = MedusaHead.family
     forbidden = METHOD_WORDS
+    needs = ("blocks.0.layers.0.weight|*0.0.linear.weight",)
 
     def head_faults(self, config: Any) -> Iterator[str]:
         yield from ()
@@ -50,9 +54,10 @@ class Medusa(Layout):
     def tensors(self, head: DraftHead, target: Target, dtype: torch.dtype) -> dict[str, Tensor]:
         medusa = cast(MedusaHead, head)
         made = {
-            f"blocks.{step}.layers.{at}.weight": layer.weight
+            f"blocks.{step}.layers.{at}.{name}": value
             for step, block in enumerate(medusa.blocks)
             for at, layer in enumerate(block)
+            for name, value in layer.named_parameters()
         }
         if medusa.lm_heads is None:
             made[SHARED] = target.lm_head.weight
@@ -70,7 +75,7 @@ class Medusa(Layout):
             "truncated_vocab_size": target.vocab_size,
             "num_heads": head.config.steps,
             "num_hidden_layers": head.config.layers,
-            "medusa_fc_bias": False,
+            "medusa_fc_bias": head.config.bias,
             "original_lm_head": not head.config.own_lm_heads,
             "logit_scale": 1.0,
             "tie_word_embeddings": False,
@@ -82,24 +87,26 @@ class Medusa(Layout):
         return config.get("model_type") == "medusa" or old
 
     def tidied(self, tensors: dict[str, Tensor], target: Target) -> dict[str, Tensor]:
-        """Older names as today's; a bias that is zero is dropped."""
+        """Older names as today's; biases that are all zero are dropped."""
         renamed = {_renamed(name): value for name, value in tensors.items()}
-        return {
-            name: value
-            for name, value in renamed.items()
-            if not name.endswith(".bias") or bool(value.any())
-        }
+        biases = {name for name in renamed if name.endswith(".bias")}
+        if not any(bool(renamed[name].any()) for name in biases):
+            renamed = {name: value for name, value in renamed.items() if name not in biases}
+        if not any(name.startswith("lm_head") for name in renamed):  # they read the target's
+            renamed[SHARED] = target.lm_head.weight.detach().cpu()
+        return renamed
 
     def read(
         self, tensors: dict[str, Tensor], config: Mapping[str, Any], target: Target
     ) -> DraftHead:
-        settings = _settings(config, target)
+        settings = _settings(config, target, tensors)
         require_tensors(tensors, _wanted(settings, target))
         head = MedusaHead(target, settings)
         with torch.no_grad():
             for step, block in enumerate(head.blocks):
                 for at, layer in enumerate(block):
-                    layer.weight.copy_(tensors[f"blocks.{step}.layers.{at}.weight"])
+                    for name, value in layer.named_parameters():
+                        value.copy_(tensors[f"blocks.{step}.layers.{at}.{name}"])
             if head.lm_heads is None:
                 _require_targets(tensors[SHARED], target)
             else:
@@ -114,7 +121,10 @@ class Medusa(Layout):
         for step in range(chain.steps):
             read_D = chain.states[POST_NORM][-1]
             for at in range(config["num_hidden_layers"]):
-                moved = tensors[f"blocks.{step}.layers.{at}.weight"] @ read_D
+                layer = f"blocks.{step}.layers.{at}"
+                moved = tensors[f"{layer}.weight"] @ read_D
+                if config["medusa_fc_bias"]:
+                    moved = moved + tensors[f"{layer}.bias"]
                 read_D = read_D + torch.nn.functional.silu(moved)
             own = SHARED if config["original_lm_head"] else f"lm_heads.{step}.weight"
             logits.append(tensors[own] @ read_D)
@@ -126,13 +136,11 @@ class Medusa(Layout):
         return [Serving("vLLM, method `medusa`", "0.32.0, CPU build", True, how)]
 
 
-def _settings(config: Mapping[str, Any], target: Target) -> MedusaConfig:
-    """The head that a config.json describes, in either spelling; what ours can't be is an error that names it."""
-    older = "num_heads" not in config
-    steps, layers = (
-        ("medusa_num_heads", "medusa_num_layers") if older else ("num_heads", "num_hidden_layers")
-    )
-    odd = [f"no {name}" for name in (steps, layers) if name not in config]
+def _settings(
+    config: Mapping[str, Any], target: Target, tensors: Mapping[str, Tensor]
+) -> MedusaConfig:
+    """The head that a folder holds; what ours can't be is an error that names it."""
+    odd = []
     for name, size in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
         if config.get(name, size) != size:
             odd.append(f"{name} {config[name]} for {size}")
@@ -146,9 +154,12 @@ def _settings(config: Mapping[str, Any], target: Target) -> MedusaConfig:
             ", ".join(odd),
             "name the target it was trained for, or use another head",
         )
-    shared = bool(config.get("original_lm_head", False))
+    places = [(int(match[1]), int(match[2])) for match in map(LAYER.match, tensors) if match]
     return MedusaConfig(
-        steps=int(config[steps]), layers=int(config[layers]), own_lm_heads=not shared
+        steps=max([0, *(step for step, _ in places)]) + 1,
+        layers=max([0, *(at for _, at in places)]) + 1,
+        bias=any(name.endswith(".bias") for name in tensors),
+        own_lm_heads=SHARED not in tensors,
     )
 
 
@@ -157,12 +168,11 @@ def _wanted(settings: MedusaConfig, target: Target) -> dict[str, Tensor]:
     width, rows = target.hidden_size, target.vocab_size
     steps = range(settings.steps)
     outputs = [f"lm_heads.{step}.weight" for step in steps] if settings.own_lm_heads else [SHARED]
-    layers = [
-        f"blocks.{step}.layers.{at}.weight" for step in steps for at in range(settings.layers)
-    ]
-    return {name: torch.empty(width, width, device="meta") for name in layers} | {
-        name: torch.empty(rows, width, device="meta") for name in outputs
-    }
+    layers = [f"blocks.{step}.layers.{at}" for step in steps for at in range(settings.layers)]
+    sizes: dict[str, tuple[int, ...]] = {f"{layer}.weight": (width, width) for layer in layers}
+    sizes |= {f"{layer}.bias": (width,) for layer in layers if settings.bias}
+    sizes |= dict.fromkeys(outputs, (rows, width))
+    return {name: torch.empty(size, device="meta") for name, size in sizes.items()}
 
 
 def _require_targets(weight_VD: Tensor, target: Target) -> None:

@@ -47,6 +47,8 @@ class MimoMtp(Layout):
     name = "mimo_mtp"
     family = MtpHead.family
     forbidden = METHOD_WORDS
+    needs = ("mtp_layers.0.input_proj.weight",)
+    never = ("layers.*",)
 
     def head_faults(self, config: Any) -> Iterator[str]:
         if config.modules > 1:
@@ -76,12 +78,21 @@ class MimoMtp(Layout):
         }
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
-        alone = config.get("num_hidden_layers", 1) == 1  # a whole MiMo has more
-        return config.get("architectures") == [ARCHITECTURE] and alone
+        return config.get("architectures") == [ARCHITECTURE]
+
+    def tidied(self, tensors: dict[str, Tensor], target: Target) -> dict[str, Tensor]:
+        found = llama.tidied(tensors, target, shared_lm_head=True)
+        return {f"model.{name}": value for name, value in found.items()}
 
     def read(
         self, tensors: dict[str, Tensor], config: Mapping[str, Any], target: Target
     ) -> MtpHead:
+        if "speculators_model_type" in config:
+            raise UserError(
+                "an MTP head of speculators has MiMo's names and another equation",
+                "speculators_model_type " + str(config["speculators_model_type"]),
+                "stitch it into its target, as speculators does for serving, and set head.init=native",
+            )
         head = MtpHead(target, MtpConfig(block=block_kind(target)))
         ours = head.state_dict()
         zero_biases = {f"{PREFIX}{bias}": f"block.{bias}" for bias in BIASES}

@@ -36,6 +36,7 @@ class MtpTrainVllm(Layout):
     name = "mtp_train_vllm"
     family = MtpHead.family
     forbidden = METHOD_WORDS
+    needs = ("modules.0.eh_proj.weight",)
 
     def head_faults(self, config: Any) -> Iterator[str]:
         yield from ()

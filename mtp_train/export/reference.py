@@ -59,6 +59,13 @@ class Layer:
         mixed_NTH = weight_NTT @ v_GTH.repeat_interleave(repeat, 0)
         return self.linear("self_attn.o_proj", mixed_NTH.transpose(0, 1).flatten(1))
 
+    def whole(self, rows_TD: Tensor, position_T: Tensor) -> Tensor:
+        """A decoder layer with both its norms."""
+        normed = self.norm(f"{self.prefix}input_layernorm.weight", rows_TD)
+        rows_TD = rows_TD + self.attention(normed, position_T)
+        normed = self.norm(f"{self.prefix}post_attention_layernorm.weight", rows_TD)
+        return rows_TD + self.mlp(normed)
+
     def mlp(self, rows_TD: Tensor) -> Tensor:
         gate = torch.nn.functional.silu(self.linear("mlp.gate_proj", rows_TD))
         return self.linear("mlp.down_proj", gate * self.linear("mlp.up_proj", rows_TD))

@@ -24,7 +24,7 @@ from mtp_train.models.target import Target
 
 KIND = "speculators_model_type"
 LAYER = "transformer_layer_config"
-OUTER = ("draft_vocab_size", "target_hidden_size", "norm_before_fc", *FLAGS, IDS)
+OUTER = ("draft_vocab_size", "target_hidden_size", *FLAGS, IDS)
 VERSION = "0.3.0"  # of the format
 DRAFTS = 3
 
@@ -40,7 +40,7 @@ class Speculators(Eagle3):
         layer = {
             **llama.dimensions(target, head.config.layer),
             "model_type": "llama",
-            "num_hidden_layers": 1,
+            "num_hidden_layers": head.config.layers,
         }
         return {
             "architectures": ["Eagle3Speculator"],

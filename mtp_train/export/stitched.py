@@ -44,7 +44,6 @@ from mtp_train.models.weights import find_tensors, names_in, read_tensors
 DEEPSEEK = ("deepseek_v3",)
 LIKE_MIMO = ("llama", "mistral", "qwen2")
 LAYER_BIAS = re.compile(r"model\.layers\.\d+\.self_attn\.[qkv]_proj\.bias")
-WHOLE = 1  # layers of a folder that holds a head alone
 
 
 class Stitched(Layout):
@@ -53,6 +52,7 @@ class Stitched(Layout):
     name = "stitched"
     family = "mtp"
     forbidden = ()  # the method stands beside no path of a head
+    needs = ("mtp_layers.0.input_proj.weight", "layers.*")
 
     def head_faults(self, config: Any) -> Iterator[str]:
         yield from MimoMtp().head_faults(
@@ -91,8 +91,7 @@ class Stitched(Layout):
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         """A whole MiMo; a whole DeepSeek is `deepseek_nextn`'s to read."""
-        mimo = config.get("architectures") == [ARCHITECTURE]
-        return mimo and config.get("num_hidden_layers", WHOLE) > WHOLE
+        return config.get("architectures") == [ARCHITECTURE]
 
     def load(self, folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The MTP layers, and the zeros beside them."""

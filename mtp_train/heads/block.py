@@ -21,8 +21,9 @@ from mtp_train.models.target import Target, by_layer_type
 HEAD_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 BLOCKS = ("target", "llama")  # head.block: whose classes block, RoPE and norms are of
 POSITIONS = "max_position_embeddings"
+SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 OWN = (
-    "intermediate_size",
+    *SIZES,
     "rms_norm_eps",
     "rope_parameters",
     POSITIONS,  # fewer than the target's: longer sequences are neither trained nor drafted
@@ -115,15 +116,19 @@ def run_attention(
 
 
 def make_norm(
-    target: Target, wanted: bool = True, kind: str = "target", layer: Layer | None = None
+    target: Target,
+    wanted: bool = True,
+    kind: str = "target",
+    layer: Layer | None = None,
+    parts: int = 1,
 ) -> nn.Module:
-    """A norm of the target's class or a Llama's; the identity where none is wanted."""
+    """A norm of the target's class or a Llama's, of so many states side by side; the identity where none is wanted."""
     norm = target.base.norm
     if not wanted:
         return nn.Identity()
     norm_class: Any = plain.Norm if kind == "llama" else type(norm)
     epsilon = (layer or {}).get("rms_norm_eps", _epsilon(norm))
-    made: nn.Module = norm_class(target.hidden_size, eps=epsilon)
+    made: nn.Module = norm_class(parts * target.hidden_size, eps=epsilon)
     return made
 
 
@@ -156,9 +161,24 @@ def require_layer(layer: Layer, kind: str, init: str) -> None:
         raise UserError("keys of head.layer must be among " + ", ".join(OWN), unknown, "remove it")
     if layer and kind != "llama":
         raise UserError("head.layer needs head.block=llama", f"head.block={kind}", "set it")
-    if "intermediate_size" in layer and init == "last_layer":
-        rule = "a block that begins as the target's last layer must have its intermediate size"
-        raise UserError(rule, layer["intermediate_size"], "set head.init=random")
+    sized = sorted(set(layer) & set(SIZES))
+    if sized and init == "last_layer":
+        rule = "a block that begins as the target's last layer must have its sizes"
+        raise UserError(rule, f"head.layer with {', '.join(sized)}", "set head.init=random")
+
+
+def require_layers(layers: int) -> None:
+    if layers < 1:
+        raise UserError("head.layers must be 1 or more", layers, "raise it")
+
+
+def make_later_blocks(
+    target: Target, layers: int, kind: str = "target", layer: Layer | None = None
+) -> Any:
+    """The decoder layers of a head after its first: whole ones, each with keys and values of its own."""
+    return nn.ModuleList(
+        make_block(target, depth=depth, kind=kind, layer=layer) for depth in range(1, layers)
+    )
 
 
 @torch.no_grad()

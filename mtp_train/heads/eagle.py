@@ -4,7 +4,8 @@
     out = block(x)          block: the target's own decoder layer class without its input norm
 
 `out` predicts H[p+1] as it stands: it feeds the frozen lm_head and, while drafting, the next step's `h`. Engines do
-not zero the embedding at position 0 for this method, as they do for `mtp`.
+not zero the embedding at position 0 for this method, as they do for `mtp`. A head of several layers has whole decoder
+layers, with their input norms, after that one.
 
 Knows no attention context's insides and shifts nothing.
 
@@ -24,12 +25,20 @@ from mtp_train.heads.base import DraftHead, Projection
 from mtp_train.heads.block import (
     Rotary,
     make_block,
+    make_later_blocks,
     require_block,
     require_layer,
+    require_layers,
     run_block,
     start_linears,
 )
-from mtp_train.heads.start import FITTED, INITS, begin_as_last_layer, require_init
+from mtp_train.heads.start import (
+    FITTED,
+    INITS,
+    begin_as_identity,
+    begin_as_last_layer,
+    require_init,
+)
 from mtp_train.models.target import Target
 
 
@@ -39,7 +48,9 @@ class EagleConfig:
 
     Attributes:
         block: `target` for its own decoder layer class, `llama` for a plain Llama's of its sizes.
-        layer: what a Llama block has for itself: intermediate_size, rms_norm_eps, rope_parameters.
+        layer: what a Llama block has for itself: its sizes, rms_norm_eps, rope_parameters.
+        layers: decoder layers; those after the first begin as the identity, unless `init` is `random`.
+        fc_bias: whether `fc` has a bias, as the authors' own heads have; vLLM leaves it out.
         init: `last_layer`, `fitted` or `random`, as for `mtp`; without norms it begins near the same function.
         embedding_noise: standard deviation of the embedding half of `fc` at the start, over sqrt(D).
     """
@@ -47,11 +58,14 @@ class EagleConfig:
     family: str = "eagle"
     block: str = "target"
     layer: dict[str, Any] = field(default_factory=dict)
+    layers: int = 1
+    fc_bias: bool = False
     init: str = "last_layer"
     embedding_noise: float = 0.1
 
     def __post_init__(self) -> None:
         require_init(self.init, (*INITS, FITTED))
+        require_layers(self.layers)
         require_block(self.block)
         require_layer(self.layer, self.block, self.init)
 
@@ -63,13 +77,15 @@ class EagleHead(DraftHead):
 
     def __init__(self, target: Target, config: EagleConfig) -> None:
         super().__init__(config)
-        self.fc = nn.Linear(2 * target.hidden_size, target.hidden_size, bias=False)
+        self.cache_layers = config.layers
+        self.fc = nn.Linear(2 * target.hidden_size, target.hidden_size, bias=config.fc_bias)
         self.block = make_block(target, input_norm=False, kind=config.block, layer=config.layer)
+        self.later = make_later_blocks(target, config.layers, config.block, config.layer)
         self.rotary = Rotary(target, config.block, config.layer)
         self.float()
 
     def decoder_blocks(self) -> list[nn.Module]:
-        return [self.block]
+        return [self.block, *self.later]
 
     def projections(self) -> list[Projection]:
         return [Projection(self.fc, _halves, self.block, nn.Identity())]
@@ -79,7 +95,9 @@ class EagleHead(DraftHead):
     ) -> Tensor:
         """States [T, D] that predict the target's next ones, for rows (x[p+1], H[p], p)."""
         rows_TD = self.fc(_halves(embedding_TD, state_TD).to(self.fc.weight.dtype))
-        return run_block(self.block, self.rotary, rows_TD, position_T, context)
+        for block in self.decoder_blocks():
+            rows_TD = run_block(block, self.rotary, rows_TD, position_T, context)
+        return rows_TD
 
 
 def _halves(embedding_TD: Tensor, state_TD: Tensor) -> Tensor:
@@ -95,4 +113,7 @@ def build(target: Target, config: EagleConfig, seed: int = 0) -> EagleHead:
         if config.init in ("last_layer", FITTED):
             none = nn.Identity()
             begin_as_last_layer(target, head.fc, none, head.block, none, config.embedding_noise)
+            begin_as_identity(target, head.later)
+        if head.fc.bias is not None:
+            head.fc.bias.data.zero_()
     return head.to(target.device)

@@ -6,8 +6,9 @@
     logits = lm_head(norm(out))                   the head's own, over a draft vocabulary
 
 e is the embedding of token x[p+1]; `out` is the next step's h. 3.1 norms each g (`fc_norm`) and feeds norm(out) back
-(`norm_output`). The attention and the mlp are those of the target's own decoder layer class, queries, keys and values
-reading twice the width.
+(`norm_output`); `norm_before_fc` norms [g1 | g2 | g3] as one. The attention and the mlp are those of the target's own
+decoder layer class, queries, keys and values reading twice the width. A head of several layers has whole decoder layers
+after that one, on `out` alone.
 
 Knows no attention context's insides and shifts nothing.
 
@@ -30,14 +31,18 @@ from mtp_train.heads.block import (
     float_state,
     gain,
     make_block,
+    make_later_blocks,
     make_norm,
     require_block,
     require_layer,
+    require_layers,
     run_attention,
+    run_block,
     set_gain,
     start_linears,
 )
 from mtp_train.heads.start import (
+    begin_as_identity,
     has_post_norms,
     last_layer_for,
     random_states,
@@ -57,30 +62,38 @@ class Eagle3Config:
 
     Attributes:
         block: `target` for its own decoder layer class, `llama` for a plain Llama's of its sizes.
-        layer: what a Llama block has for itself: intermediate_size, rms_norm_eps, rope_parameters.
+        layer: what a Llama block has for itself: its sizes, rms_norm_eps, rope_parameters.
+        layers: decoder layers; those after the first begin as the identity, unless `init` is `random`.
         init: `last_layer` begins as the target's last layer applied to the third state, with the target's own final
             norm and lm_head rows; `random` does not.
         embedding_noise: standard deviation of the embedding half of q, k and v at the start, over sqrt(D).
         states: three of the target's states; none: the usual choice for its depth.
         draft_vocabulary: so many of the most frequent trained tokens can be drafted; 0 is all of the vocabulary.
         norm_before_residual: the residual is hidden_norm(h), not h.
+        norm_before_fc: one norm over the three states side by side.
         fc_norm, norm_output: EAGLE-3.1.
     """
 
     family: str = "eagle3"
     block: str = "target"
     layer: dict[str, Any] = field(default_factory=dict)
+    layers: int = 1
     init: str = "last_layer"
     embedding_noise: float = 0.1
     states: list[str] = field(default_factory=list)
     draft_vocabulary: int = 32000
     norm_before_residual: bool = False
+    norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
 
     def __post_init__(self) -> None:
         require_init(self.init)
         require_block(self.block)
+        require_layers(self.layers)
+        if self.norm_before_fc and self.fc_norm:
+            rule = "a head must have one of head.norm_before_fc and head.fc_norm, not both"
+            raise UserError(rule, "both", "leave one out")
         require_layer(self.layer, self.block, self.init)
         if len(self.states) not in (0, STATES):
             raise UserError(f"head.states must be {STATES} states or none", self.states, "name 3")
@@ -106,6 +119,10 @@ class Eagle3Head(DraftHead):
             vocabulary_U=torch.zeros(size, dtype=torch.int64) if size else None,
         )
         width = target.hidden_size
+        self.cache_layers = config.layers
+        self.input_norm: Any = nn.Identity()
+        if config.norm_before_fc:
+            self.input_norm = make_norm(target, kind=config.block, layer=config.layer, parts=STATES)
         self.fc_norm: Any = nn.ModuleList(
             make_norm(target, kind=config.block, layer=config.layer)
             for _ in range(STATES * config.fc_norm)
@@ -113,6 +130,7 @@ class Eagle3Head(DraftHead):
         self.fc = nn.Linear(STATES * width, width, bias=False)
         self.hidden_norm: Any = make_norm(target, kind=config.block, layer=config.layer)
         self.block: Any = make_block(target, kind=config.block, layer=config.layer)
+        self.later = make_later_blocks(target, config.layers, config.block, config.layer)
         _require_parts(self.block)
         for name in PROJECTIONS:
             old = getattr(self.block.self_attn, name)
@@ -124,13 +142,14 @@ class Eagle3Head(DraftHead):
         self.float()
 
     def decoder_blocks(self) -> list[nn.Module]:
-        return [self.block]
+        return [self.block, *self.later]
 
     def fuse(self, states: dict[str, Tensor]) -> Tensor:
         parts = [states[name] for name in self.states]
         if self.config.fc_norm:
             parts = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
-        fused: Tensor = self.fc(torch.cat(parts, dim=-1).to(self.fc.weight.dtype))
+        whole = self.input_norm(torch.cat(parts, dim=-1))
+        fused: Tensor = self.fc(whole.to(self.fc.weight.dtype))
         return fused
 
     def forward(
@@ -146,6 +165,8 @@ class Eagle3Head(DraftHead):
         out_TD: Tensor = residual_TD + self.block.mlp(
             self.block.post_attention_layernorm(residual_TD)
         )
+        for block in self.later:
+            out_TD = run_block(block, self.rotary, out_TD, position_T, context)
         return self.norm(out_TD) if self.config.norm_output else out_TD
 
     def readout(self, out_ND: Tensor, step: int) -> Tensor:
@@ -203,11 +224,15 @@ def _begin_as_last_layer(head: Eagle3Head, target: Target) -> None:
     """
     width = target.hidden_size
     layer = last_layer_for(target, head.block)
-    last = usual_length(random_states(target, head.states[-1:])[head.states[-1]])
+    found = random_states(target, head.states)
+    last = usual_length(found[head.states[-1]])
     head.fc.weight.zero_()
     head.fc.weight[:, -width:] = torch.eye(width)
     if head.config.fc_norm:
         set_gain(head.fc_norm[-1], last.expand(width))
+    if head.config.norm_before_fc:
+        side_by_side = torch.cat([found[name] for name in head.states], dim=-1)
+        set_gain(head.input_norm, usual_length(side_by_side).expand(STATES * width))
     set_gain(head.hidden_norm, last.expand(width))
     first_D = gain(target.base.layers[-1].input_layernorm)
     for name, value in layer.items():
@@ -218,6 +243,7 @@ def _begin_as_last_layer(head: Eagle3Head, target: Target) -> None:
             noise = torch.randn(len(value), width) * head.config.embedding_noise / width**0.5
             mine.copy_(torch.cat([noise, value * first_D / last], dim=1))
     set_gain(head.block.input_layernorm, torch.ones(width))
+    begin_as_identity(target, head.later)
     head.norm.load_state_dict(float_state(target.base.norm))
     rows = target.lm_head.weight.float().cpu()
     head.lm_head.weight.copy_(rows if head.vocabulary is None else rows[head.vocabulary])

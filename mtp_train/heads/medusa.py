@@ -33,12 +33,14 @@ class MedusaConfig:
     Attributes:
         steps: K, draft tokens; training rolls out as many.
         layers: residual layers per step.
+        bias: whether the layers have one, as the authors' own heads have.
         own_lm_heads: train an lm_head per step (K V D parameters), or read the target's frozen one.
     """
 
     family: str = "medusa"
     steps: int = 3
     layers: int = 1
+    bias: bool = False
     own_lm_heads: bool = True
 
     def __post_init__(self) -> None:
@@ -57,7 +59,7 @@ class MedusaHead(DraftHead):
         super().__init__(config, steps=config.steps)
         width = target.hidden_size
         self.blocks: Any = nn.ModuleList(
-            nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(config.layers))
+            nn.ModuleList(nn.Linear(width, width, bias=config.bias) for _ in range(config.layers))
             for _ in range(config.steps)
         )
         size = (config.steps, target.vocab_size, width)
@@ -86,6 +88,8 @@ def build(target: Target, config: MedusaConfig) -> MedusaHead:
         for module in head.modules():
             if isinstance(module, nn.Linear):
                 module.weight.zero_()
+                if module.bias is not None:
+                    module.bias.zero_()
         if head.lm_heads is not None:
             head.lm_heads.copy_(target.lm_head.weight.float().cpu())
     return head.to(target.device)

@@ -129,6 +129,22 @@ def _scale(weight_D: Tensor, usual: Lengths, final_norm: Any) -> Tensor:
 
 
 @torch.no_grad()
+def begin_as_identity(target: Target, blocks: Iterable[nn.Module]) -> None:
+    """Set later blocks to the last layer without what it adds, so that the head begins as one of a single layer."""
+    for block in blocks:
+        layer = last_layer_for(target, block)
+        block.load_state_dict({name: layer[name] for name in block.state_dict()})
+        if has_post_norms(block):
+            for norm in (block.post_attention_layernorm, block.post_feedforward_layernorm):
+                set_gain(norm, torch.zeros(target.hidden_size))
+            continue
+        for matrix, bias in _writers(block):
+            matrix.zero_()
+            if bias is not None:
+                bias.zero_()
+
+
+@torch.no_grad()
 def last_layer_for(target: Target, block: nn.Module) -> dict[str, Tensor]:
     """The last layer's tensors in float32 on the CPU, its q and k norms in the matrices if the block has none.
 
