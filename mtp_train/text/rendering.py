@@ -114,33 +114,17 @@ class Rendering:
             return None
 
     def formed(self, messages: Sequence[Message]) -> list[Message]:
-        """Messages in the form that this template takes tool calls in."""
-        return [self._formed(m) if m.get("tool_calls") else m for m in messages]
-
-    def _formed(self, message: Message) -> Message:
-        null, as_text = self._call_form
-        formed = dict(message)
-        if null and not formed["content"]:
-            formed["content"] = None
-        if as_text:
-            formed["tool_calls"] = [_as_text(call) for call in formed["tool_calls"]]
-        return formed
+        """Messages with the arguments of tool calls as this template takes them: an object, or JSON text."""
+        if not any(m.get("tool_calls") for m in messages) or not self._arguments_as_text:
+            return list(messages)
+        return [_with_text_arguments(m) if m.get("tool_calls") else m for m in messages]
 
     @cached_property
-    def _call_form(self) -> tuple[bool, bool]:
-        """Whether a call without text has None for content, and whether its arguments are JSON text.
-
-        The first form in which the call stands in what is rendered. vLLM sends an empty text and an object.
-        """
-        for null in (False, True):
-            for as_text in (False, True):
-                message = CALLED | {"content": None if null else ""}
-                if as_text:
-                    message |= {"tool_calls": [_as_text(call) for call in message["tool_calls"]]}
-                text = self.tried([ASKED, message]) or ""
-                if NAME in text and VALUE in text:
-                    return null, as_text
-        return False, False
+    def _arguments_as_text(self) -> bool:
+        """Whether a call stands in what is rendered with its arguments as text, and does not with an object."""
+        forms = (CALLED, _with_text_arguments(CALLED))
+        as_object, as_text = (self.tried([ASKED, message]) or "" for message in forms)
+        return VALUE not in as_object and VALUE in as_text
 
     @cached_property
     def shows_tools(self) -> bool:
@@ -202,7 +186,11 @@ class Rendering:
         return whole[len(prompt) :]
 
 
-def _as_text(call: dict[str, Any]) -> dict[str, Any]:
+def _with_text_arguments(message: Message) -> Message:
+    return message | {"tool_calls": [_with_text(call) for call in message["tool_calls"]]}
+
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
     text = json.dumps(function["arguments"], ensure_ascii=False)
     return {**call, "function": {**function, "arguments": text}}

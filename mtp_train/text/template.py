@@ -53,6 +53,7 @@ NO_CALLS = f"{NO_CALLS_RENDERED}: turns with calls are context only"
 UNREASONED = "the generation prompt opens reasoning and the reply has none: give reasoning_content, or regenerate it"
 CONTEXT_ONLY = "context only: "
 DOUBTS = 8  # turns of other roles that are looked at more closely, of one conversation
+MARK = "\N{DOUBLE DAGGER}"
 SWITCHES = ("enable_thinking", "thinking")  # options by which templates leave reasoning out
 
 
@@ -73,6 +74,10 @@ class _Turn:
     @property
     def whole(self) -> str:
         return self.text[: self.end]
+
+    @property
+    def reply(self) -> str:
+        return self.text[self.start : self.end]
 
     def follows(self, before: _Turn) -> bool:
         """Whether the prompt goes on where the turn before ended."""
@@ -261,61 +266,45 @@ class ChatTemplate:
         thought, _ = split_reasoning(message)
         opened = OPENED.search(prompt)
         rules: list[str] = []
-        if not whole.startswith(prompt) and opened and thought:
-            whole = composed(prompt, whole, opened, thought) or whole
-        if not whole.startswith(prompt) and thought:
+        served = whole  # as if the target had said it: begins with the prompt
+        if not served.startswith(prompt) and opened and thought:
+            served = composed(prompt, whole, opened, thought) or whole
+        if not served.startswith(prompt) and thought:
             bare = self._rendered_as(chat, index, without_reasoning(message))
             if bare is not None and bare.startswith(prompt):
-                whole, thought, rules = bare, "", [CLOSED_REASONING]
-        if not whole.startswith(prompt):
+                whole, served, thought, rules = bare, bare, "", [CLOSED_REASONING]
+        if not served.startswith(prompt) and chat.messages[index - 1]["role"] != "assistant":
+            served = self._behind_header(chat, index, prompt, whole) or whole
+        if not served.startswith(prompt):
             unreasoned = opened and not thought and whole.startswith(prompt[: opened.start()])
             return Refusal(self._unreasoned() if unreasoned else OTHER_HEADER)
-        turn = self._ended(chat, message, prompt, whole)
-        reply = turn.text[turn.start : turn.end]
-        if opened and closing(opened) not in reply:
+        turn = self._ended(chat, message, prompt, served)
+        if opened and closing(opened) not in turn.reply:
             return Refusal(self._unreasoned())
 
         def changes_nothing(other: Message) -> bool:
-            whole = self._rendered_as(chat, index, other)
-            if whole is None or not whole.startswith(prompt):
-                return False
-            without = self._ended(chat, other, prompt, whole)
-            return without.text[without.start : without.end] == reply
+            return self._rendered_as(chat, index, other) == whole
 
-        return self._checked(replace(turn, rules=tuple(rules)), message, thought, changes_nothing)
+        return _checked(turn, message, thought, rules, changes_nothing, self._ends)
 
-    def _checked(
-        self,
-        turn: _Turn,
-        message: Message,
-        thought: str,
-        changes_nothing: Callable[[Message], bool],
-    ) -> _Turn | Refusal:
-        """The reply, if what the message holds stands in it, or changes it when taken away."""
-        reply = turn.text[turn.start : turn.end]
-        rules = list(turn.rules)
-        answer = split_reasoning(message)[1]
-        if not stands(thought, reply) and changes_nothing(without_reasoning(message)):
-            rules.append(NO_REASONING)
-        calls = message.get("tool_calls", [])
-        for call in calls:
-            others = [other for other in calls if other is not call]
-            doubtful = len(calls) > 1 or not call_stands(call, reply)
-            if doubtful and changes_nothing(message | {"tool_calls": others}):
-                return Refusal(NO_CALLS_RENDERED)
-        if not stands(answer, reply) and changes_nothing(message | {"content": ""}):
-            if not calls:
-                return Refusal(NO_REPLY)
-            rules.append(NO_TEXT)
-        if not _without_end(reply, self._ends).strip():
-            return Refusal(NO_REPLY)
-        return replace(turn, rules=tuple(rules))
+    def _behind_header(self, chat: _Chat, index: int, prompt: str, whole: str) -> str | None:
+        """The prompt as served and the reply, where the template shows earlier turns otherwise beside this reply.
+
+        gpt-oss leaves out the reasoning before a call once a final reply follows. None if there is no header, or if
+        the reply is not found behind it.
+        """
+        before = self.rendering.texts([chat.messages[:index]], chat.tools, generate=False)[0]
+        header = prompt[len(before) :] if prompt.startswith(before) else ""
+        other = self._rendered_as(chat, index, _marked(chat.messages[index]))
+        if not header.strip() or other is None:
+            return None
+        at = whole.rfind(header, 0, _common_length(whole, other))
+        return prompt + whole[at + len(header) :] if at >= 0 else None
 
     def _rendered_as(self, chat: _Chat, index: int, message: Message) -> str | None:
         """The chat up to a reply that is another one, None where the template fails."""
         if not message.get("tool_calls"):
             message = {key: value for key, value in message.items() if key != "tool_calls"}
-            message["content"] = message["content"] or ""
         try:
             chats = [[*chat.messages[:index], message]]
             return self.rendering.texts(chats, chat.tools, generate=False)[0]
@@ -462,6 +451,52 @@ class ChatTemplate:
             return None
         alone = self._tail(encoded.text[spans[cut][0] : at], turn.veiled)
         return first if alone == tuple(ids[cut:first]) else None
+
+
+def _checked(
+    turn: _Turn,
+    message: Message,
+    thought: str,
+    rules: Sequence[str],
+    changes_nothing: Callable[[Message], bool],
+    ends: Sequence[str],
+) -> _Turn | Refusal:
+    """The reply, if what the message holds stands in it, or changes the rendering when taken away."""
+    reply, behind = turn.reply, turn.text[turn.end :]
+    rules = list(rules)
+    answer = split_reasoning(message)[1]
+    if not stands(thought, reply) and changes_nothing(without_reasoning(message)):
+        rules.append(NO_REASONING)
+    calls = message.get("tool_calls", [])
+    for call in calls:
+        found = call_stands(call, reply)
+        if not found and call_stands(call, behind):
+            return Refusal(NO_CALLS_RENDERED)  # serving stops before it
+        others = [other for other in calls if other is not call]
+        doubtful = len(calls) > 1 or not found
+        if doubtful and changes_nothing(message | {"tool_calls": others}):
+            return Refusal(NO_CALLS_RENDERED)
+    if not stands(answer, reply) and changes_nothing(message | {"content": ""}):
+        if not calls:
+            return Refusal(NO_REPLY)
+        rules.append(NO_TEXT)
+    if not _without_end(reply, ends).strip():
+        return Refusal(NO_REPLY)
+    return replace(turn, rules=tuple(rules))
+
+
+def _marked(message: Message) -> Message:
+    """A reply whose parts all begin otherwise."""
+    marked = dict(message)
+    for key in ("content", "reasoning_content"):
+        if marked.get(key):
+            marked[key] = MARK + marked[key]
+    if marked.get("tool_calls"):
+        marked["tool_calls"] = [
+            call | {"function": call["function"] | {"name": MARK + call["function"]["name"]}}
+            for call in marked["tool_calls"]
+        ]
+    return marked
 
 
 def _once(rules: Iterable[str]) -> list[str]:
