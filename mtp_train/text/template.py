@@ -52,6 +52,8 @@ NO_CALLS_RENDERED = "the template renders no tool calls"
 NO_CALLS = f"{NO_CALLS_RENDERED}: turns with calls are context only"
 UNREASONED = "the generation prompt opens reasoning and the reply has none: give reasoning_content, or regenerate it"
 CONTEXT_ONLY = "context only: "
+LONG = 64  # replies of a chat that are still rendered by the definition
+WINDOW = 8  # replies of a longer one that are rendered together
 DOUBTS = 8  # turns of other roles that are looked at more closely, of one conversation
 MARK = "\N{DOUBLE DAGGER}"
 SWITCHES = ("enable_thinking", "thinking")  # options by which templates leave reasoning out
@@ -176,13 +178,19 @@ class ChatTemplate:
             return conversation, []
         return reading.conversation, reading.rules
 
-    def tokenize(self, conversation: Conversation) -> list[TokenizedConversation] | Refusal:
+    def tokenize(
+        self, conversation: Conversation, longest: int = 0
+    ) -> list[TokenizedConversation] | Refusal:
         """One record per way serving would see it.
 
         Replies share a record while the template renders earlier turns alike; where it renders them otherwise
         (reasoning dropped from older turns), a later reply starts a record of its own.
+
+        Args:
+            longest: no more than a few records are longer than so many tokens (0: any number may be): a template that
+                shows older turns otherwise gives a long chat as many records as it has replies, each with all before.
         """
-        reading = self._read(conversation)
+        reading = self._read(conversation, longest)
         if isinstance(reading, Refusal):
             return reading
         found = self._join_by_text(reading.turns)
@@ -209,13 +217,13 @@ class ChatTemplate:
     def _chat(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> _Chat:
         return _Chat(*self.veil.cover(self.rendering.formed(messages), tools))
 
-    def _read(self, conversation: Conversation) -> _Reading | Refusal:
+    def _read(self, conversation: Conversation, longest: int = 0) -> _Reading | Refusal:
         """The trained replies, rendered. The last conversation is kept: its rules are asked for as well."""
         if self._last is None or self._last[0] is not conversation:
-            self._last = conversation, self._reading(conversation)
+            self._last = conversation, self._reading(conversation, longest)
         return self._last[1]
 
-    def _reading(self, conversation: Conversation) -> _Reading | Refusal:
+    def _reading(self, conversation: Conversation, longest: int) -> _Reading | Refusal:
         said = [i for i, m in enumerate(conversation.messages) if m["role"] == "assistant"]
         trained = [index for index in said if index not in conversation.untrained]
         if not trained:
@@ -226,7 +234,7 @@ class ChatTemplate:
         rules = [TAIL] if len(messages) < len(conversation.messages) else []
         try:
             chat = self._chat(messages, conversation.tools)
-            turns = self._turns(chat, trained)
+            turns = self._turns(chat, trained, longest)
         except UserError as error:
             return Refusal(f"the chat template fails: {error.received}")
         faults = {i: turn.reason for i, turn in turns.items() if isinstance(turn, Refusal)}
@@ -250,8 +258,29 @@ class ChatTemplate:
         )
         return _Reading(kept, found, rules)
 
-    def _turns(self, chat: _Chat, trained: Sequence[int]) -> dict[int, _Turn | Refusal]:
+    def _turns(
+        self, chat: _Chat, trained: Sequence[int], longest: int
+    ) -> dict[int, _Turn | Refusal]:
         """Each trained reply as serving would see it, or why it can't be."""
+        if len(trained) <= LONG:
+            return self._by_prefixes(chat, trained)
+        try:
+            found = self._by_windows(chat, trained)
+        except UserError:
+            found = None
+        if found is not None:
+            return found
+        turns: dict[int, _Turn | Refusal] = {}
+        for at in range(0, len(trained), LONG):
+            some = self._by_prefixes(chat, trained[at : at + LONG])
+            turns |= some
+            first = next((turn for turn in some.values() if isinstance(turn, _Turn)), None)
+            if longest and first and len(self._ids(first.prompt, chat.veiled)) > longest:
+                break  # later prompts hold this one's turns and more
+        return turns
+
+    def _by_prefixes(self, chat: _Chat, trained: Sequence[int]) -> dict[int, _Turn | Refusal]:
+        """The definition: two renderings of all that was said before, for each reply."""
         texts = self.rendering.texts
         prompts = texts([chat.messages[:i] for i in trained], chat.tools, generate=True)
         wholes = texts([chat.messages[: i + 1] for i in trained], chat.tools, generate=False)
@@ -259,6 +288,44 @@ class ChatTemplate:
             index: self._turn(chat, index, prompt, whole)
             for index, prompt, whole in zip(trained, prompts, wholes, strict=True)
         }
+
+    def _by_windows(self, chat: _Chat, trained: Sequence[int]) -> dict[int, _Turn | Refusal] | None:
+        """The same in linear time: each reply rendered behind the opening and the few turns before it.
+
+            opening  u0 | a0 u1 a1 u2 a2 u3 a3 u4 a4
+            window   u0 |             a2 u3 a3 u4 a4     goes on where a2 ended in the text of the whole chat
+
+        What the windows write must be the text of the whole chat, piece by piece, and some replies are compared with
+        the definition. None where the template does not show earlier turns alike.
+        """
+        last = trained[-1]
+        final = self._by_prefixes(chat, [last])[last]
+        if isinstance(final, Refusal):
+            return None
+        opening = 1 + next(i for i, m in enumerate(chat.messages) if m["role"] == "user")
+        turns: dict[int, _Turn | Refusal] = {}
+        known = -1  # the last reply that is placed in the text
+        for at in range(0, len(trained), WINDOW):
+            block = trained[at : at + WINDOW]
+            messages, left_out, before = chat.messages[: block[-1] + 1], 0, block
+            if known >= 0:
+                messages = messages[:opening] + messages[known:]
+                left_out, before = known - opening, [known, *block]
+            window = _Chat(messages, chat.tools, chat.veiled)
+            found = self._by_prefixes(window, [index - left_out for index in before])
+            anchor = found[known - left_out] if known >= 0 else None
+            for index in block:
+                turn = found[index - left_out]
+                if isinstance(turn, _Turn):
+                    placed = _placed(turn, anchor, turns.get(known), final.text)
+                    if placed is None:
+                        return None
+                    anchor, known = turn, index
+                    turn = placed
+                turns[index] = turn
+        checked = [last, *(trained[len(trained) >> n] for n in range(1, len(trained).bit_length()))]
+        same = self._by_prefixes(chat, sorted(set(checked)))
+        return turns if all(_same(turns[index], turn) for index, turn in same.items()) else None
 
     def _turn(self, chat: _Chat, index: int, prompt: str, whole: str) -> _Turn | Refusal:
         """One reply of a chat, from what the template writes before it and with it."""
@@ -451,6 +518,33 @@ class ChatTemplate:
             return None
         alone = self._tail(encoded.text[spans[cut][0] : at], turn.veiled)
         return first if alone == tuple(ids[cut:first]) else None
+
+
+def _placed(
+    turn: _Turn, anchor: _Turn | Refusal | None, before: _Turn | Refusal | None, text: str
+) -> _Turn | None:
+    """A window's reply in the text of the whole chat; None if it does not stand there.
+
+    Args:
+        anchor: an earlier reply of the window, None for the chat's own beginning.
+        before: the same reply in the text.
+    """
+    edge, at = 0, 0
+    if anchor is not None:
+        if not isinstance(anchor, _Turn) or not isinstance(before, _Turn):
+            return None
+        if not turn.follows(anchor):
+            return None
+        edge, at = anchor.end, before.end
+    if not text.startswith(turn.text[edge : turn.end], at):
+        return None
+    return replace(turn, text=text, start=at + turn.start - edge, end=at + turn.end - edge)
+
+
+def _same(one: _Turn | Refusal, other: _Turn | Refusal) -> bool:
+    if isinstance(one, Refusal) or isinstance(other, Refusal):
+        return one == other
+    return (one.start, one.whole) == (other.start, other.whole)
 
 
 def _checked(
