@@ -1,7 +1,8 @@
+# ruff: noqa: RUF001
 """Chat templates of the models that people train heads for, toy tokenizers with their tokens, and rows of every kind.
 
 The published templates are read from an installed trl (its wheel carries them; nothing of it is imported), or from the
-folder that TRL_CHAT_TEMPLATES names. What it lacks stands here, in our own short form of each family's shape.
+folder that TRL_CHAT_TEMPLATES names. What it lacks stands in `own_chat_templates`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import own_chat_templates as own
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -52,7 +54,7 @@ PUBLISHED: dict[str, tuple[str, tuple[str, ...], str]] = {
     "cohere": ("<|END_OF_TURN_TOKEN|>", (), "<BOS_TOKEN>"),
     "cohere2": ("<|END_OF_TURN_TOKEN|>", (), "<BOS_TOKEN>"),
     "deepseek": ("<｜end▁of▁sentence｜>", (), "<｜begin▁of▁sentence｜>"),
-    "diffusion_gemma": ("<eos>", ("<turn|>",), "<bos>"),
+    "diffusion_gemma": ("<eos>", ("<turn|>", "<|tool_response>"), "<bos>"),
     "gemma4": ("<eos>", ("<turn|>", "<|tool_response>"), "<bos>"),
     "gemma": ("<eos>", ("<end_of_turn>",), "<bos>"),
     "glm4moe": ("<|endoftext|>", ("<|user|>", "<|observation|>"), "<s>"),
@@ -67,6 +69,10 @@ PUBLISHED: dict[str, tuple[str, tuple[str, ...], str]] = {
     "qwen": (CHATML, ("<|endoftext|>",), "<s>"),
     "smolvlm": ("<end_of_utterance>", (), "<|im_start|>"),
 }
+
+
+OFF = {"enable_thinking": False}
+SWITCHED = ("glm4moe", "nemotron_3_nano", "qwen3", "qwen3_5_think")  # seen without thinking, too
 
 
 def trl_templates() -> Path | None:
@@ -92,7 +98,35 @@ def published_families() -> list[Family]:
         twin_source = twin.read_text(encoding="utf-8") if twin.is_file() else ""
         source = path.read_text(encoding="utf-8")
         families.append(Family(name, source, eos, stop, bos, twin=twin_source))
+        if name in SWITCHED:
+            families.append(Family(f"{name}, no thinking", source, eos, stop, bos, OFF))
     return families
+
+
+def own_families() -> list[Family]:
+    """Of shapes that trl's wheel lacks."""
+    end = "<｜end▁of▁sentence｜>"
+    qwen = (CHATML, ("<|endoftext|>",))
+    llama_4 = ("<|eot|>", ("<|eom|>",), "<|begin_of_text|>")
+    return [
+        Family("mistral v1", own.MISTRAL_V1, "</s>"),
+        Family("mistral v3", own.MISTRAL_V3, "</s>"),
+        Family("mistral v7", own.MISTRAL_V7, "</s>"),
+        Family("mistral v11", own.MISTRAL_V11, "</s>"),
+        Family("llama 2", own.LLAMA_2, "</s>"),
+        Family("llama 3, first template", own.LLAMA_3_FIRST, "<|end_of_text|>"),
+        Family("llama 4", own.LLAMA_4, *llama_4),
+        Family("qwq", own.QWQ, *qwen),
+        Family("qwen3 thinking", own.QWEN3_THINKING, *qwen),
+        Family("deepseek v3.1", own.DEEPSEEK_V3_1, end),
+        Family("deepseek v3.1, thinking", own.DEEPSEEK_V3_1, end, options={"thinking": True}),
+        Family("kimi k2", own.KIMI_K2, CHATML),
+        Family("minimax m2", own.MINIMAX_M2, "[e~["),
+        Family("granite 3", own.GRANITE_3, "<|end_of_text|>"),
+        Family("olmo 2", own.OLMO_2, "<|endoftext|>", bos="<|endoftext|>"),
+        Family("smollm3", own.SMOLLM_3, CHATML),
+        Family("smollm3, no thinking", own.SMOLLM_3, CHATML, options=OFF),
+    ]
 
 
 @cache

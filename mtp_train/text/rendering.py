@@ -142,6 +142,14 @@ class Rendering:
             return True
 
     @cached_property
+    def header(self) -> str:
+        """What a generation prompt ends with; empty if that is not told apart from the turns before."""
+        before, prompt = self.tried([ASKED]), self.tried([ASKED], generate=True)
+        if before is None or prompt is None or not prompt.startswith(before):
+            return ""
+        return prompt[len(before) :].strip()
+
+    @cached_property
     def turn_end(self) -> str:
         """The token that ends a reply in later prompts, where no stop token does; empty if there is none."""
         text = self.tried([ASKED, ANSWERED, ASKED]) or ""

@@ -348,6 +348,9 @@ class ChatTemplate:
         turn = self._ended(chat, message, prompt, served)
         if opened and closing(opened) not in turn.reply:
             return Refusal(self._unreasoned())
+        header = self.rendering.header
+        if header and turn.reply.strip().startswith(header):
+            return Refusal(OTHER_HEADER)  # a header is sent, never said
 
         def changes_nothing(other: Message) -> bool:
             return self._rendered_as(chat, index, other) == whole
