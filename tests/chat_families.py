@@ -124,6 +124,8 @@ def own_families() -> list[Family]:
         Family("minimax m2", own.MINIMAX_M2, "[e~["),
         Family("granite 3", own.GRANITE_3, "<|end_of_text|>"),
         Family("olmo 2", own.OLMO_2, "<|endoftext|>", bos="<|endoftext|>"),
+        Family("phi 3", own.PHI_3, "<|endoftext|>", ("<|end|>",)),
+        Family("gpt-oss", own.HARMONY, "<|return|>", ("<|call|>",)),
         Family("smollm3", own.SMOLLM_3, CHATML),
         Family("smollm3, no thinking", own.SMOLLM_3, CHATML, options=OFF),
     ]

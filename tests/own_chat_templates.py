@@ -247,3 +247,36 @@ DEEPSEEK_V3_1 = """\
 {{- '<｜Assistant｜>' + ('<think>' if thinking else '</think>') -}}
 {%- endif -%}
 """
+
+# gpt-oss: channels; reasoning of the newest reply alone; another end token in later prompts.
+HARMONY = """\
+{%- for m in messages -%}
+{%- if m.role == 'user' -%}{{- '<|start|>user<|message|>' + m.content + '<|end|>' -}}
+{%- elif m.tool_calls -%}
+{{- '<|start|>assistant to=functions.' + m.tool_calls[0].function.name + '<|channel|>commentary json<|message|>' -}}
+{{- m.tool_calls[0].function.arguments | tojson + '<|call|>' -}}
+{%- else -%}
+{%- if m.thinking and loop.last -%}
+{{- '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' -}}
+{%- endif -%}
+{{- '<|start|>assistant<|channel|>final<|message|>' + m.content + ('<|return|>' if loop.last else '<|end|>') -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|start|>assistant' -}}{%- endif -%}
+"""
+
+# Phi-3: the end of the text behind whatever is the last turn.
+PHI_3 = """\
+{%- for m in messages -%}{{- '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' -}}{%- endfor -%}
+{{- '<|assistant|>\\n' if add_generation_prompt else eos_token -}}
+"""
+
+# Calls only of messages without content.
+CALLS_OF_NULL = """\
+{%- for m in messages -%}
+{{- '<|im_start|>' + m.role + '\\n' -}}
+{%- if m.tool_calls and m.content is none -%}{{- m.tool_calls | tojson -}}{%- else -%}{{- m.content -}}{%- endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
