@@ -251,7 +251,7 @@ class Job:
     @cached_property
     def template(self) -> ChatTemplate:
         """The target's chat template, as serving uses it."""
-        return ChatTemplate(self.tokenizer, self.target_config.chat_template_kwargs)
+        return ChatTemplate(self.tokenizer, self.target_config.chat_template_kwargs, self.stop)
 
     @property
     def vocabulary(self) -> int:
