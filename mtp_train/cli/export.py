@@ -13,7 +13,7 @@ from mtp_train.core.progress import say
 from mtp_train.core.provenance import folder_digest, read_json
 from mtp_train.export.files import CONFIG
 from mtp_train.export.formats import LAYOUTS, USUAL
-from mtp_train.export.stage import ExportConfig, export_head, layout_of, remove_earlier
+from mtp_train.export.stage import ExportConfig, export_head, layout_of
 from mtp_train.heads.families import make_settings
 
 
@@ -46,8 +46,6 @@ def _work(job: Job, config: ExportConfig, out: Path) -> Any:
         evaluation = read_json(job.folder.evaluation)
         if evaluation["head"]["sha256"] == card.sha256:  # never an earlier head's figures
             figures = evaluation["sets"].get("heldout", {})
-    for name in remove_earlier(job.folder.stage("export"), card.sha256):
-        say(f"export: {name} was of an earlier head and is removed")
     check = export_head(head, target, config, out, figures, card.sha256)
     say(f"export: {out}; loaded back, logits equal at {len(check)} points")
     return folder_digest(out)

@@ -16,13 +16,13 @@ from typing import Any
 
 from mtp_train.core.dist import Ranks
 from mtp_train.core.errors import UserError
+from mtp_train.core.owned import require_writable
 from mtp_train.core.progress import say
 from mtp_train.core.provenance import (
     digest,
     file_digest,
     read_json,
     require_files,
-    require_writable,
     versions,
     write_json,
 )

@@ -28,8 +28,9 @@ from mtp_train.cli.job import Job, Process, SweepConfig
 from mtp_train.cli.run_folder import STAMP, RunFolder
 from mtp_train.cli.sweep_table import DONE, FAILED, Report, Row
 from mtp_train.core.errors import UserError
+from mtp_train.core.owned import require_writable
 from mtp_train.core.progress import say
-from mtp_train.core.provenance import digest, read_json, require_writable, write_json, write_text
+from mtp_train.core.provenance import digest, read_json, write_json, write_text
 from mtp_train.evaluate.stage import EvaluateConfig
 from mtp_train.models.sizes import target_sizes
 from mtp_train.precompute.sources import expand_states

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mtp_train.core.errors import UserError
+from mtp_train.core.owned import atomic_path, remove_file
 from mtp_train.core.progress import progress, say
-from mtp_train.core.provenance import atomic_path
 from mtp_train.core.records import Accounting
 from mtp_train.dialogue.journal import Journal
 from mtp_train.dialogue.plans import Plan, count_plan, read_plans
@@ -154,7 +154,7 @@ def regenerate(
         _write(out, plans, journal)
     finally:
         journal.close()
-    journal.path.unlink()
+    remove_file(journal.path)
     return outcome
 
 

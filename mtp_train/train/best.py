@@ -7,10 +7,11 @@ Knows no engine.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from mtp_train.checkpoint.heads import CARD, HeadCard, read_card, save_checkpoint
+from mtp_train.core.owned import set_aside
+from mtp_train.core.progress import say
 from mtp_train.heads.base import DraftHead
 
 BEST = "best"
@@ -26,5 +27,6 @@ def keep_best(out: Path, head: DraftHead, card: HeadCard) -> bool:
 
 
 def forget_best(out: Path) -> None:
-    """A run that begins anew has no best yet; one that lies there is of steps that are taken again."""
-    shutil.rmtree(out / BEST, ignore_errors=True)
+    """A run that begins anew has no best yet; one that lies there is of steps that are taken again: set aside."""
+    if (out / BEST / CARD).is_file():
+        say(f"train: the best head of an earlier start is kept as {set_aside(out / BEST)}")

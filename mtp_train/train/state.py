@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from mtp_train.checkpoint.heads import (
     find_checkpoints,
     load_tensors,
     read_card,
+    remove_checkpoint,
     save_checkpoint,
 )
 from mtp_train.core.errors import UserError
@@ -84,7 +84,7 @@ def save_state(
         notes={PROGRESS: asdict(progress)},
     )
     for old in find_checkpoints(folder)[:-2]:
-        shutil.rmtree(old)
+        remove_checkpoint(old)
 
 
 def load_state(
