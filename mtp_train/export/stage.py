@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_train.core.errors import UserError
+from mtp_train.core.keys import END, key
 from mtp_train.core.owned import Kind, replaced_folder, require_own
 from mtp_train.core.provenance import (
     file_digests,
@@ -43,7 +44,7 @@ class ExportConfig:
         format: one of `FORMATS`; `auto` is the usual one of the head's family.
     """
 
-    format: str = AUTO
+    format: str = key(AUTO, END)
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:

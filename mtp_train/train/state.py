@@ -19,16 +19,14 @@ from mtp_train.checkpoint.heads import (
     save_checkpoint,
 )
 from mtp_train.core.errors import UserError
+from mtp_train.core.keys import RESULT, Difference, config_inputs, differences, inputs, plain
 from mtp_train.core.provenance import read_json, require_files
 from mtp_train.heads.base import DraftHead
+from mtp_train.train.config import TrainConfig
 
 OPTIMIZER = "optimizer.safetensors"
 AVERAGE = "average.safetensors"
 PROGRESS = "progress.json"
-SPREAD = (
-    "accumulation",
-    "parallel",
-)  # how work is spread over devices, which may change in the middle of a run
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ def save_state(
 def load_state(
     out: Path,
     head: DraftHead,
-    config: dict[str, Any],
+    config: TrainConfig,
     data_digest: str,
     average: nn.Module | None = None,
 ) -> Saved | None:
@@ -98,8 +96,8 @@ def load_state(
 
     Args:
         head: before it is wrapped for ranks.
-        config: how the head is trained; a checkpoint of another configuration or other data is refused. How the work
-            is spread over devices may differ.
+        config: how the head is trained; a checkpoint of other data is refused, and of other values of keys that decide
+            every step (core.keys.RESULT).
     """
     found = find_checkpoints(out / "checkpoints")
     if not found:
@@ -113,14 +111,14 @@ def load_state(
     )
     progress = Progress(**read_json(newest / PROGRESS))
     if (
-        unspread(card.config) != unspread(config)
+        any(item.changes == RESULT for item in changes(card.config, config))
         or card.head != asdict(head.config)
         or progress.data_digest != data_digest
     ):
         raise UserError(
             "a checkpoint to resume from must have this run's configuration and data",
             newest,
-            "delete the run's train folder, or undo the change",
+            "undo the change, or train in another folder",
         )
     head.load_state_dict(load_tensors(newest / TENSORS, head.state_dict()))
     if average is not None:
@@ -128,6 +126,8 @@ def load_state(
     return Saved(progress, load_file(newest / OPTIMIZER))
 
 
-def unspread(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration of training without what only spreads it over devices."""
-    return {key: value for key, value in config.items() if key not in SPREAD}
+def changes(noted: dict[str, Any], config: TrainConfig) -> list[Difference]:
+    """Keys of a checkpoint's configuration that have another value now; what it does not name is at its default."""
+    now = config_inputs("train", config)
+    known = plain(config_inputs("train", TrainConfig())) | plain(inputs({"train": noted}))
+    return differences({name: value for name, value in known.items() if name in now}, now)
