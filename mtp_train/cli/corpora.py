@@ -40,8 +40,12 @@ def text_inputs(job: Job) -> Inputs:
     )
 
 
-def corpora(job: Job) -> dict[str, Corpus]:
-    """The text of every set, tokenised; made where it isn't there."""
+def corpora(job: Job, planned: bool = False) -> dict[str, Corpus]:
+    """The text of every set, tokenised; made where it isn't there.
+
+    planned: to look ahead, which leaves the text of features that are there, or half done, as it is.
+    """
+    aside = planned and job.folder.begun("precompute")
     data: DataConfig = job.section("data", DataConfig)
     answers = {
         name: job.folder.answers(name)
@@ -69,5 +73,6 @@ def corpora(job: Job) -> dict[str, Corpus]:
             job.vocabulary,
             held_out if name == "train" else {},
             job.bound,
+            job.folder.planned_corpus(name) if aside else None,
         )
     return found

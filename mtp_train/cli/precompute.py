@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from mtp_train.cli import features
@@ -16,6 +17,7 @@ from mtp_train.cli.run_folder import run_stage
 from mtp_train.core.dist import Ranks
 from mtp_train.core.errors import UserError
 from mtp_train.core.keys import config_inputs, inputs
+from mtp_train.core.owned import held
 from mtp_train.models.quantised import NONE
 from mtp_train.models.readout import Readout
 from mtp_train.models.sizes import target_sizes
@@ -65,6 +67,9 @@ def _work(job: Job, config: PrecomputeConfig, ranks: Ranks) -> Any:
         return features.outputs(job, is_live=True)
     ranks = ranks.grouped(config.tensor_parallel)
     with ExitStack() as stack:
+        if ranks.main and config.out and Place(config.out).local:
+            for name in SETS:
+                stack.enter_context(held(Path(job.features(name))))
         source = _source(job, config, stack)
         for name, corpus in text.items():
             precompute(source, corpus, config, job.features(name), corpus.note.accounting, ranks)

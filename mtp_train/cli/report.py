@@ -21,9 +21,7 @@ from mtp_train.report.comparison import findings
 from mtp_train.report.stage import write_comparison, write_report
 from mtp_train.train.loop import CURVES
 
-COMPARISON = Kind(
-    "comparison's folder", {MARK: ("kind",), "comparison.json": ("format", "runs", "pairs")}
-)
+COMPARISON = Kind("comparison's folder", {MARK: (), "comparison.json": ("format", "runs", "pairs")})
 
 
 def tool(arguments: Sequence[str]) -> None:

@@ -34,12 +34,13 @@ STAGES = ("regenerate", "precompute", "train", "evaluate", "report", "export")
 # Earlier versions left no mark of their own.
 STAMPS: dict[str, tuple[str, ...]] = {STAMP: ("inputs", "outputs"), BEGUN: ("inputs",)}
 TEXTS = {f"{name}.text/corpus.json": ("inputs", "digest") for name in ("train", "heldout")}
-STAGE = Kind("stage's folder", {MARK: ("kind",), **STAMPS, **TEXTS})
+STAGE = Kind("stage's folder", {MARK: (), **STAMPS, **TEXTS})
 RUN = Kind(
     "run folder",
-    {MARK: ("kind",)}
+    {MARK: ()}
     | {f"{stage}/{name}": keys for stage in STAGES for name, keys in STAMPS.items()}
-    | {f"precompute/{name}": keys for name, keys in TEXTS.items()},
+    | {f"precompute/{name}": keys for name, keys in TEXTS.items()}
+    | {"train/head/head.json": ("family", "target_hash")},  # brought from elsewhere
 )
 # What of a stage's folder is work that a restart would do again.
 HALF_DONE = {
@@ -77,6 +78,9 @@ class RunFolder:
     def corpus(self, name: str) -> Path:
         return self.root / "precompute" / f"{name}.text"
 
+    def planned_corpus(self, name: str) -> Path:
+        return self.root / "plan" / f"{name}.text"
+
     @property
     def head(self) -> Path:
         return self.root / "train" / "head"
@@ -104,6 +108,10 @@ class RunFolder:
         """The inputs that a stage was done with, by key; none where an earlier version did not note them."""
         path = self.stage(stage) / STAMP
         return dict(read_json(path).get("values", {})) if path.is_file() else {}
+
+    def begun(self, stage: str) -> bool:
+        """Whether the stage is done or half done."""
+        return any((self.stage(stage) / name).is_file() for name in (STAMP, BEGUN))
 
     def done(self, stage: str) -> bool:
         """Whether the stage has left its stamp."""

@@ -54,7 +54,7 @@ PATIENCE = timedelta(minutes=1)  # ranks that meet with the same error do so at 
 
 SWEEP = Kind(
     "sweep's folder",
-    {MARK: ("kind",)} | {f"table{stage}.json": ("stage", "metric") for stage in ("", "-evaluate")},
+    {MARK: ()} | {f"table{stage}.json": ("stage", "metric") for stage in ("", "-evaluate")},
 )
 
 

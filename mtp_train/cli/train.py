@@ -23,6 +23,7 @@ from mtp_train.cli.features import (
     open_features,
     require_current,
     require_same_target,
+    require_same_text,
     trained_counts,
 )
 from mtp_train.cli.job import PRECISIONS, Job
@@ -59,6 +60,7 @@ def fit(job: Job) -> None:
     before = job.folder.require("precompute")["outputs"]
     require_current(job, before)
     require_same_target(job)
+    require_same_text(job)
     out = job.folder.stage("train")
     for place in (job.folder.head, out / BEST):
         require_own_checkpoint(place)

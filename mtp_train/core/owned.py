@@ -362,6 +362,21 @@ def _recover_replaced(folder: Path, kind: Kind) -> None:
             _clear(found, folder, kind)
 
 
+def remove_abandoned(path: Path) -> None:
+    """Remove what a killed process left on its way to its name; what a process works on, or holds what it replaced, stays.
+
+    Raises:
+        UserError: it stays.
+    """
+    if path.is_file() and TEMPORARY.fullmatch(path.name):
+        path.unlink()
+    elif _abandoned(path) and not (path / OLD).exists():
+        shutil.rmtree(path)
+    else:
+        rule = "what a killed process left is removed when nothing of worth is in it"
+        raise UserError(rule, path, "run the stage that it belongs to again: it puts this back")
+
+
 def _abandoned(scratch: Path) -> bool:
     """Whether a folder is a scratch folder of ours, and no process is at work in it."""
     mark = scratch / MARK

@@ -19,7 +19,7 @@ from mtp_train.checkpoint.heads import (
     save_checkpoint,
 )
 from mtp_train.core.errors import UserError
-from mtp_train.core.keys import RESULT, Difference, config_inputs, differences, inputs, plain
+from mtp_train.core.keys import RESULT, STEPS, Difference, config_inputs, differences, inputs, plain
 from mtp_train.core.provenance import read_json, require_files
 from mtp_train.heads.base import DraftHead
 from mtp_train.train.config import TrainConfig
@@ -34,6 +34,7 @@ class Progress:
     """How far a run is, and of which data.
 
     Attributes:
+        curves: the steps so far; a row says which keys of the configuration have another value from there on.
         epoch, packs: packs of the epoch `epoch` that are done: what a resume goes on from, on any number of ranks.
         step: optimiser steps so far.
         ranks: how many ran it.
@@ -110,8 +111,9 @@ def load_state(
         f"delete {newest} and train again: an older one is there",
     )
     progress = Progress(**read_json(newest / PROGRESS))
+    differ = changes(card.config, config)
     if (
-        any(item.changes == RESULT for item in changes(card.config, config))
+        any(item.changes == RESULT for item in differ)
         or card.head != asdict(head.config)
         or progress.data_digest != data_digest
     ):
@@ -123,6 +125,9 @@ def load_state(
     head.load_state_dict(load_tensors(newest / TENSORS, head.state_dict()))
     if average is not None:
         average.load_state_dict(load_file(newest / AVERAGE))
+    taken = {item.name: [item.before, item.now] for item in differ if item.changes == STEPS}
+    if taken:
+        progress.curves.append({"step": progress.step, "changed": taken})
     return Saved(progress, load_file(newest / OPTIMIZER))
 
 
