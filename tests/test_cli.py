@@ -22,6 +22,7 @@ from mtp_train.cli.config import conf_folder, load_config, section
 from mtp_train.cli.job import SECTIONS
 from mtp_train.cli.main import STAGES, dispatch, guarded
 from mtp_train.core.errors import UserError
+from mtp_train.core.owned import LOCK
 from mtp_train.dialogue.journal import Journal
 from mtp_train.engine.engine import EngineConfig
 from mtp_train.evaluate.stage import EvaluateConfig
@@ -768,7 +769,8 @@ def test_a_second_run_does_nothing_again(
 
 def modified(folder: Path) -> dict[Path, int]:
     """When each file of the run was last written."""
-    return {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*") if path.is_file()}
+    files = (path for path in (folder / "run").rglob("*") if path.is_file() and path.name != LOCK)
+    return {path: path.stat().st_mtime_ns for path in files}
 
 
 def test_a_second_run_loads_no_target(
@@ -1024,7 +1026,7 @@ def test_answers_go_on_where_they_were_broken_off(
 def test_answers_of_a_broken_off_run_with_other_inputs_are_not_used(
     capsys: pytest.CaptureFixture[str], fresh: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
-    """What was answered before belongs to other inputs: all prompts are answered again."""
+    """What was answered before belongs to other inputs: it is left as it is, or set aside and all is answered again."""
     break_off(fresh, monkeypatch, 2)
     more = []
     if change == "prompts":
@@ -1040,7 +1042,19 @@ def test_answers_of_a_broken_off_run_with_other_inputs_are_not_used(
     if change == "target":
         shutil.rmtree(fresh / "target")
         save_target(fresh / "target", seed=9)
-    assert guarded(lambda: dispatch("regenerate", overrides(fresh, *more))) == 0
+    journal = (fresh / "run" / "regenerate" / "train.journal").read_bytes()
+    capsys.readouterr()
+    assert guarded(lambda: dispatch("regenerate", overrides(fresh, *more))) == 2
+    said = capsys.readouterr().err
+    named = {
+        "prompts": "regenerate.prompts.train",
+        "settings": "regenerate.max_new_tokens 10 -> 6",
+        "target": "target.hash",
+    }
+    assert f"received {named[change]}" in said and "add restart=true to set it aside" in said
+    assert (fresh / "run" / "regenerate" / "train.journal").read_bytes() == journal
+    assert guarded(lambda: dispatch("regenerate", overrides(fresh, *more, "restart=true"))) == 0
+    assert (fresh / "run" / "regenerate.before-1" / "train.journal").read_bytes() == journal
     broken = (fresh / "run" / "regenerate" / "train.jsonl").read_text()
     shutil.rmtree(fresh / "run")
     assert guarded(lambda: dispatch("regenerate", overrides(fresh, *more))) == 0
@@ -1064,7 +1078,8 @@ def test_an_eagle3_run_and_another_one_that_begins_from_its_head(
     options = ("head=eagle3", "head.draft_vocabulary=20")
     assert guarded(lambda: dispatch("run", overrides(folder, *options))) == 0
     said = capsys.readouterr().err
-    assert "export: mimo_mtp was of an earlier head and is removed" in said
+    assert "export: inputs changed (train.outputs" in said
+    assert (folder / "run" / "export.before-1" / "mimo_mtp").is_dir()
     assert re.search(r"\d+ draft tokens.* cover [\d.]+% of the trained text", said)
     assert [path.name for path in (folder / "run" / "export").iterdir() if path.is_dir()] == [
         "eagle3"

@@ -243,7 +243,7 @@ def test_only_safetensors_are_read_and_written() -> None:
     assert [
         call for call in calls if call.endswith((": torch.load", ": torch.save", ": np.load"))
     ] == []
-    assert any(call.endswith(": save_file") for call in calls)
+    assert any(call.endswith(": save_tensors") for call in calls)
 
 
 @pytest.mark.parametrize(

@@ -6,26 +6,24 @@ tensors), and what the trainer adds for resuming. Folders appear whole, by renam
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from mtp_train.core.errors import UserError
+from mtp_train.core.owned import Kind, remove_own, replaced_folder, require_own
 from mtp_train.core.progress import say
 from mtp_train.core.provenance import (
     file_digests,
     read_json,
     require_files,
-    require_writable,
     sealed,
     unsealed,
-    usual_mode,
     versions,
     write_json,
 )
@@ -35,9 +33,16 @@ from mtp_train.heads.mtp import MtpHead, deepen
 from mtp_train.heads.vocabulary import coverage, require_vocabulary
 from mtp_train.models.identity import FORWARD, TEXT, Identity, differences, require_same
 from mtp_train.models.target import Target
+from mtp_train.store.tensor_files import save_tensors
 
 TENSORS = "head.safetensors"
 CARD = "head.json"
+CHECKPOINT = Kind(
+    "head's folder",
+    {TENSORS: (), CARD: ("family", "target_hash")},
+    ("optimizer.safetensors", "average.safetensors", "progress.json"),
+)
+OTHER_NAME = "move it away, or name another run folder"
 RESTORE = "use another checkpoint, or restore the file from a backup"
 BEGINNINGS = (
     "init",
@@ -94,36 +99,39 @@ def save_checkpoint(
         extra: file name -> tensors, beside the head's.
         notes: file name -> JSON value.
     """
-    temporary = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(temporary, ignore_errors=True)
-    require_writable(temporary)
     tensors = {
         name: (tensor.float() if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
         for name, tensor in head.state_dict().items()
     }
-    save_file(tensors, temporary / TENSORS)
-    for name, values in (extra or {}).items():
-        save_file(
-            {key: value.cpu().contiguous() for key, value in values.items()}, temporary / name
-        )
-    for name, value in (notes or {}).items():
-        write_json(temporary / name, value)
-    files = file_digests(temporary)
-    own = {"sha256": files.pop(TENSORS), "files": files, "head": asdict(head.config)}
-    write_json(temporary / CARD, sealed(asdict(card) | own))
-    for path in temporary.glob("*.safetensors"):
-        usual_mode(path)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(temporary, folder)
+    with replaced_folder(folder, CHECKPOINT, OTHER_NAME) as new:
+        save_tensors(tensors, new / TENSORS)
+        for name, values in (extra or {}).items():
+            save_tensors(
+                {key: value.cpu().contiguous() for key, value in values.items()}, new / name
+            )
+        for name, value in (notes or {}).items():
+            write_json(new / name, value)
+        files = file_digests(new)
+        own = {"sha256": files.pop(TENSORS), "files": files, "head": asdict(head.config)}
+        write_json(new / CARD, sealed(asdict(card) | own))
 
 
 def copy_checkpoint(source: Path, folder: Path) -> None:
     """Put a copy of a whole checkpoint in place of `folder`, atomically."""
-    temporary = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(source, temporary)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(temporary, folder)
+    card = read_card(source)
+    with replaced_folder(folder, CHECKPOINT, OTHER_NAME) as new:
+        for name in (TENSORS, *card.files, CARD):
+            shutil.copyfile(source / name, new / name)
+
+
+def require_own_checkpoint(folder: Path) -> None:
+    """Raise if something else than a checkpoint lies where one is to be written."""
+    require_own(folder, CHECKPOINT, OTHER_NAME)
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Remove a checkpoint's files; what else lies in its folder stays."""
+    remove_own(folder, CHECKPOINT)
 
 
 def read_card(folder: Path) -> HeadCard:

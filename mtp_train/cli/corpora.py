@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import asdict
 
 from mtp_train.cli.job import Job
 from mtp_train.cli.separation import held_out_text
 from mtp_train.core.errors import UserError
+from mtp_train.core.keys import Inputs, config_inputs, inputs
 from mtp_train.core.provenance import digest
 from mtp_train.models.identity import TEXT
 from mtp_train.precompute.corpus import make_corpus
@@ -18,8 +18,8 @@ SETS = ("train", "heldout")
 TEXTS = ("tokenizer", *TEXT)  # of the target's identity: what its text is made with
 
 
-def text_inputs(job: Job) -> Any:
-    """What the features' text depends on."""
+def text_inputs(job: Job) -> Inputs:
+    """What the features' text depends on, by key."""
     data: DataConfig = job.section("data", DataConfig)
     unknown = sorted(set(data.sets) - set(SETS))
     if unknown:
@@ -30,11 +30,22 @@ def text_inputs(job: Job) -> Any:
     before = job.folder.require("regenerate")["outputs"] if regenerated else None
     own = {name: sources_digest(data.sources(name)) for name in data.sets}
     lengths = {name: list(map(asdict, found)) for name, found in data.policies(job.bound).items()}
-    return [before, own, asdict(replace(data, sets={})), lengths]
+    answers = lengths.pop("")
+    return config_inputs("data", data) | inputs(
+        {
+            "regenerate.outputs": before,
+            "data.sets": own,
+            "data.lengths": lengths | {"answers": answers},
+        }
+    )
 
 
-def corpora(job: Job) -> dict[str, Corpus]:
-    """The text of every set, tokenised; made where it isn't there."""
+def corpora(job: Job, planned: bool = False) -> dict[str, Corpus]:
+    """The text of every set, tokenised; made where it isn't there.
+
+    planned: to look ahead, which leaves the text of features that are there, or half done, as it is.
+    """
+    aside = planned and job.folder.begun("precompute")
     data: DataConfig = job.section("data", DataConfig)
     answers = {
         name: job.folder.answers(name)
@@ -62,5 +73,6 @@ def corpora(job: Job) -> dict[str, Corpus]:
             job.vocabulary,
             held_out if name == "train" else {},
             job.bound,
+            job.folder.planned_corpus(name) if aside else None,
         )
     return found

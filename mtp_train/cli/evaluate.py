@@ -17,6 +17,7 @@ from mtp_train.cli.job import Job
 from mtp_train.cli.main import dispatch, guarded
 from mtp_train.cli.run_folder import run_stage
 from mtp_train.cli.separation import trained_among
+from mtp_train.core.keys import config_inputs, inputs
 from mtp_train.core.provenance import file_digest, versions, write_json
 from mtp_train.evaluate import stage as measure
 from mtp_train.evaluate.runs import Bench
@@ -34,14 +35,14 @@ SETS = ANSWERED
 def stage(job: Job) -> None:
     config: EvaluateConfig = job.section("evaluate", EvaluateConfig)
     prompts = {name: sources_digest(read_sources(value)) for name, value in config.sets.items()}
-    values = {key: value for key, value in asdict(config).items() if key != "sets"}
-    inputs = [values, prompts, asdict(job.engine_config), _before(job, config), job.target_inputs]
+    found = config_inputs("evaluate", config) | config_inputs("engine", job.engine_config)
+    found |= inputs({"evaluate.sets": prompts, "target": job.target_inputs} | _before(job, config))
     if (job.folder.head / CARD).is_file():  # before the stage's outputs are taken away
         require_own_config(read_card(job.folder.head), job.target_identity)
     run_stage(
         job.folder,
         "evaluate",
-        inputs,
+        found,
         lambda: _work(job, config),
         job.process.ranks,
         files=[job.folder.evaluation],
@@ -49,14 +50,15 @@ def stage(job: Job) -> None:
     )
 
 
-def _before(job: Job, config: EvaluateConfig) -> list[str]:
+def _before(job: Job, config: EvaluateConfig) -> dict[str, str]:
     """Outputs of the stages before. With prompts of its own, a head that was trained elsewhere can be evaluated."""
     if not config.sets:
         own = "name prompts: evaluate.sets.NAME=FILE"
         answered = job.folder.require("regenerate", instead=own)["outputs"]
-        return [answered, job.folder.require("train")["outputs"]]
+        trained = job.folder.require("train")["outputs"]
+        return {"regenerate.outputs": answered, "train.outputs": trained}
     answered = job.folder.require("regenerate")["outputs"] if set_names(job) else ""
-    return [answered, read_card(job.folder.head).sha256]
+    return {"regenerate.outputs": answered, "train.head": read_card(job.folder.head).sha256}
 
 
 def _work(job: Job, config: EvaluateConfig) -> Any:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from mtp_train.checkpoint.heads import load_head, read_card, require_own_config
 from mtp_train.cli.job import Job
 from mtp_train.cli.run_folder import run_stage
+from mtp_train.core.keys import END, config_inputs, inputs
 from mtp_train.core.progress import say
 from mtp_train.core.provenance import folder_digest, read_json
 from mtp_train.export.files import CONFIG
 from mtp_train.export.formats import LAYOUTS, USUAL
-from mtp_train.export.stage import ExportConfig, export_head, layout_of, remove_earlier
+from mtp_train.export.stage import ExportConfig, export_head, layout_of, require_own_export
 from mtp_train.heads.families import make_settings
 
 
@@ -23,17 +23,22 @@ def stage(job: Job) -> None:
     card = read_card(job.folder.head)
     require_own_config(card, job.target_identity)
     out = job.folder.export(layout_of(config, card.family).name)
-    before = [
-        job.folder.require("train")["outputs"],
-        job.folder.evaluation.is_file() and job.folder.require("evaluate")["outputs"],
-    ]
+    require_own_export(out)
+    trained = {
+        "train.outputs": job.folder.require("train")["outputs"],
+        "target": job.target_inputs,
+    }
+    evaluated = job.folder.evaluation.is_file() and job.folder.require("evaluate")["outputs"]
     run_stage(
         job.folder,
         "export",
-        [asdict(config), before, job.target_inputs],
+        config_inputs("export", config)
+        | inputs(trained)
+        | inputs({"evaluate.outputs": evaluated}, END),
         lambda: _work(job, config, out),
+        job.process.ranks,
         whole=(out / CONFIG).is_file,
-        keeps=True,  # exports of the same head in other layouts
+        alone=True,
     )
 
 
@@ -46,8 +51,6 @@ def _work(job: Job, config: ExportConfig, out: Path) -> Any:
         evaluation = read_json(job.folder.evaluation)
         if evaluation["head"]["sha256"] == card.sha256:  # never an earlier head's figures
             figures = evaluation["sets"].get("heldout", {})
-    for name in remove_earlier(job.folder.stage("export"), card.sha256):
-        say(f"export: {name} was of an earlier head and is removed")
     check = export_head(head, target, config, out, figures, card.sha256)
     say(f"export: {out}; loaded back, logits equal at {len(check)} points")
     return folder_digest(out)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from mtp_train.batches.pack import Features
-from mtp_train.cli.corpora import SETS
+from mtp_train.cli.corpora import SETS, text_inputs
 from mtp_train.cli.job import Job
 from mtp_train.core.errors import UserError
+from mtp_train.core.keys import differences
 from mtp_train.core.provenance import digest, file_digest
 from mtp_train.models.identity import require_same
 from mtp_train.models.target import Target
@@ -22,6 +23,8 @@ from mtp_train.store import manifest
 from mtp_train.store.corpus import Corpus
 from mtp_train.store.places import Place
 from mtp_train.store.shards import FeatureStore
+
+TEXT_KEYS = ("data.", "regenerate.")  # of precompute's inputs
 
 
 def whole(job: Job, is_live: bool) -> bool:
@@ -81,6 +84,24 @@ def require_current(job: Job, recorded: str) -> None:
             "training needs the features of this run's last precompute",
             f"others, with precompute.live={str(is_live).lower()}",
             "give it the same precompute keys, or run precompute again with these",
+        )
+
+
+def require_same_text(job: Job) -> None:
+    """Raise if the run's features were made of other data, or of data fitted otherwise, than is configured.
+
+    Keys that are not given now are not held against them: features can be trained on where their data is not at hand.
+    """
+    made = job.folder.noted_inputs("precompute")
+    noted = {name: value for name, value in made.items() if name.startswith(TEXT_KEYS)}
+    if not noted:  # of an earlier version
+        return
+    changed = [item for item in differences(noted, text_inputs(job)) if item.now is not None]
+    if changed:
+        raise UserError(
+            "training needs features that were made of the configured text",
+            "; ".join(map(str, changed)),
+            "restore what changed, or run precompute again",
         )
 
 

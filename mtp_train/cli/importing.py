@@ -10,10 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mtp_train.checkpoint.heads import TENSORS, HeadCard, save_checkpoint
+from mtp_train.checkpoint.heads import TENSORS, HeadCard, require_own_checkpoint, save_checkpoint
 from mtp_train.cli.job import Job
 from mtp_train.cli.run_folder import run_stage
 from mtp_train.core.errors import UserError
+from mtp_train.core.keys import inputs
 from mtp_train.core.progress import say
 from mtp_train.core.provenance import file_digest, folder_digest, read_json, write_text
 from mtp_train.export.files import CONFIG
@@ -38,15 +39,15 @@ def run(arguments: list[str]) -> None:
         )
     family = layout_in(folder).family
     job = Job([f"head={family}", *(item for item in arguments if "=" in item)])
+    imported = [folder_digest(folder, kind) for kind in ("*.safetensors", "*.json")]
+    require_own_checkpoint(job.folder.head)
     run_stage(
         job.folder,
         "train",
-        [
-            "import",
-            *(folder_digest(folder, kind) for kind in ("*.safetensors", "*.json")),
-            job.target_inputs,
-        ],
+        inputs({"train.imported": imported, "target": job.target_inputs}),
         lambda: _work(job, folder),
+        job.process.ranks,
+        alone=True,
         whole=(job.folder.head / TENSORS).is_file,
     )
 

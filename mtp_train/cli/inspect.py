@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from mtp_train.core.errors import UserError
+from mtp_train.core.owned import require_own_file
 from mtp_train.core.progress import progress, say
 from mtp_train.core.provenance import write_text
 from mtp_train.core.records import Accounting, TokenizedConversation
@@ -19,6 +20,7 @@ from mtp_train.inspection.page import page
 from mtp_train.inspection.pieces import Vocabulary
 from mtp_train.inspection.terminal import write
 from mtp_train.models.target import stop_tokens
+from mtp_train.page.shell import GENERATOR
 from mtp_train.text.sources import SourceConfig, tokenized
 from mtp_train.text.template import ChatTemplate
 
@@ -88,6 +90,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise UserError("--max-tokens must be 1 or more", asked.max_tokens, "leave it out for any")
     if asked.html and asked.html.is_dir():
         raise UserError("--html must name a file", asked.html, f"use {asked.html / 'inspect.html'}")
+    if asked.html:
+        require_own_file(asked.html, GENERATOR, "move it away, or name another file")
     return asked
 
 

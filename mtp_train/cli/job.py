@@ -19,6 +19,7 @@ from mtp_train.cli.run_folder import RunFolder
 from mtp_train.cli.separation import require_other_files
 from mtp_train.core.dist import Ranks, launched_ranks
 from mtp_train.core.errors import UserError
+from mtp_train.core.keys import CHANGES, NOTHING, key
 from mtp_train.core.provenance import read_json
 from mtp_train.engine.engine import EngineConfig
 from mtp_train.evaluate.stage import EvaluateConfig
@@ -59,11 +60,11 @@ class TargetConfig:
             {enable_thinking: false}.
     """
 
-    path: str
+    path: str = field(metadata={CHANGES: NOTHING})  # its content counts
     dtype: str = "bfloat16"
     quantisation: str = NONE
-    device: str = "auto"
-    trust_remote_code: bool = False
+    device: str = key("auto", NOTHING)
+    trust_remote_code: bool = key(False, NOTHING)
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -77,12 +78,20 @@ class TargetConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What belongs to no component."""
+    """What belongs to no component.
 
-    run: str
-    threads: int = 0
+    Attributes:
+        restart: half-done work is set aside under a name of its own, and begun anew.
+        go_on: half-done training goes on with values of keys that hold from the next step on, such as
+            train.learning_rate.
+    """
+
+    run: str = field(metadata={CHANGES: NOTHING})
+    threads: int = key(0, NOTHING)
     precision: str = "bfloat16"
-    trackers: list[str] = field(default_factory=list)
+    trackers: list[str] = key(list, NOTHING)
+    restart: bool = key(False, NOTHING)
+    go_on: bool = key(False, NOTHING)
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -108,8 +117,8 @@ class SweepConfig:
             own tau.
     """
 
-    name: str = ""
-    metric: str = ""
+    name: str = key("", NOTHING)
+    metric: str = key("", NOTHING)
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"([A-Za-z0-9_][A-Za-z0-9_.+-]*)?", self.name):
@@ -161,7 +170,7 @@ class Job:
             {"the run": {key: self.config[key] for key in top}}, "the run", RunConfig
         )
         self.target_config: TargetConfig = self.section("target", TargetConfig)
-        self.folder = RunFolder(Path(self.run.run))
+        self.folder = RunFolder(Path(self.run.run), self.run.restart, self.run.go_on)
         for (
             name,
             cls,

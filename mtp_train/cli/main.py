@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from mtp_train.core.errors import UserError
 
 STAGES = ("regenerate", "precompute", "train", "evaluate", "report", "export")
 PLAN = "plan"  # a look ahead: no part of a run
-TOOLS = ("inspect", "store")  # with arguments of their own, and without a run
+TOOLS = ("clean", "inspect", "store")  # with arguments of their own, and without a run
 COMPARE = ["report", "compare"]  # a look at several runs
 IMPORT = "import"  # in place of `train`
 LIST = "--list"  # of `export`
@@ -33,6 +34,7 @@ stages: {", ".join(STAGES)}
         export --list  which layouts hold the head, and why another does not
         train -m, evaluate -m    a sweep: a job for each choice of values, and a table of them all
 tools:  inspect        what a data set trains: its masks in colour, lengths, duplicates, refused rows
+        clean          what lies in a run folder, with sizes; removes what is asked for
         store          look into a feature store: verify, stat or sample
 
 keys:   see conf/ (target.path, run, train.epochs, ...); `run` names the folder in which stages find each other
@@ -88,8 +90,11 @@ def _run_all(job: Any) -> None:
 
     stages = _whole_run(job)
     timetable = Timetable(stages, job.config["plan"]["stage_seconds"])
-    for stage in stages:
-        timetable.run(stage, partial(command(stage).stage, job))
+    with ExitStack() as stack:
+        if job.process.ranks.main:
+            stack.enter_context(job.folder.held(*stages))
+        for stage in stages:
+            timetable.run(stage, partial(command(stage).stage, job))
 
 
 def _whole_run(job: Any) -> tuple[str, ...]:

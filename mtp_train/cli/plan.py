@@ -32,7 +32,11 @@ from mtp_train.train.cost import train_bytes, train_flops
 
 def stage(job: Job) -> None:
     plan: PlanConfig = job.section("plan", PlanConfig)
-    loads = [Workload("train", 0, plan.tokens)] if plan.tokens else workloads(job)
+    if plan.tokens:
+        loads = [Workload("train", 0, plan.tokens)]
+    else:
+        with job.folder.held("plan" if job.folder.begun("precompute") else "precompute"):
+            loads = workloads(job)
     outlook = Outlook(job, plan, loads, plan.ranks)
     outlook.show(Console())
     outlook.require_disk()
@@ -59,7 +63,8 @@ def workloads(job: Job) -> list[Workload]:
             for name, (sequences, tokens) in asked_tokens(job).items()
         ]
     return [
-        Workload(name, len(corpus), corpus.note.tokens) for name, corpus in corpora(job).items()
+        Workload(name, len(corpus), corpus.note.tokens)
+        for name, corpus in corpora(job, planned=True).items()
     ]
 
 

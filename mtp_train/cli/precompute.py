@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from mtp_train.cli import features
@@ -16,12 +16,20 @@ from mtp_train.cli.plan import announce
 from mtp_train.cli.run_folder import run_stage
 from mtp_train.core.dist import Ranks
 from mtp_train.core.errors import UserError
+from mtp_train.core.keys import config_inputs, inputs
+from mtp_train.core.owned import held
 from mtp_train.models.quantised import NONE
 from mtp_train.models.readout import Readout
+from mtp_train.models.sizes import target_sizes
 from mtp_train.precompute.estimate import PlanConfig
 from mtp_train.precompute.live import prepare_live
-from mtp_train.precompute.sources import EngineStates, StateSource
-from mtp_train.precompute.stage import PrecomputeConfig, precompute, require_own_shards
+from mtp_train.precompute.sources import EngineStates, StateSource, expand_states
+from mtp_train.precompute.stage import (
+    PrecomputeConfig,
+    precompute,
+    require_own_shards,
+    require_own_store,
+)
 from mtp_train.precompute.vllm_states import VllmStates
 from mtp_train.store.corpus import Corpus
 from mtp_train.store.places import Place
@@ -32,15 +40,16 @@ def stage(job: Job) -> None:
     ranks = job.process.ranks
     for name in () if config.live else SETS:  # before the stage's stamp is taken away
         place, weights = Place(job.features(name)), job.target_inputs["hash"]
+        require_own_store(place)
         require_own_shards(place, weights, job.target_identity)
-    wanted = replace(config, out="", tensor_parallel=1)  # neither decides what the features are
     run_stage(
         job.folder,
         "precompute",
-        [asdict(wanted), text_inputs(job), job.target_inputs],
+        config_inputs("precompute", config)
+        | text_inputs(job)
+        | inputs({"target": job.target_inputs}),
         lambda: _work(job, config, ranks),
         ranks,
-        keeps=True,  # its own contract says which shards may stay
         whole=lambda: features.whole(job, config.live),
     )
 
@@ -48,6 +57,8 @@ def stage(job: Job) -> None:
 def _work(job: Job, config: PrecomputeConfig, ranks: Ranks) -> Any:
     if ranks.main:
         text = corpora(job)
+        for name in () if config.live else SETS:  # before the target is loaded
+            _require_same_features(job, config, name, text[name])
         announce(job, job.section("plan", PlanConfig), text, ranks.world)
     ranks.wait()
     text = corpora(job)  # made by now: mapped
@@ -56,10 +67,31 @@ def _work(job: Job, config: PrecomputeConfig, ranks: Ranks) -> Any:
         return features.outputs(job, is_live=True)
     ranks = ranks.grouped(config.tensor_parallel)
     with ExitStack() as stack:
+        if ranks.main and config.out and Place(config.out).local:
+            for name in SETS:
+                stack.enter_context(held(Path(job.features(name))))
         source = _source(job, config, stack)
         for name, corpus in text.items():
             precompute(source, corpus, config, job.features(name), corpus.note.accounting, ranks)
     return features.outputs(job, is_live=False)
+
+
+def _require_same_features(job: Job, config: PrecomputeConfig, name: str, text: Corpus) -> None:
+    """Raise if other features lie where this set's go, as far as that is known without the target."""
+    values = job.target_config
+    layers = target_sizes(
+        values.path, values.dtype, trust_remote_code=values.trust_remote_code
+    ).layers
+    require_own_store(
+        Place(job.features(name)),
+        target_hash=job.target_inputs["hash"],
+        dtype=values.dtype,
+        states=list(expand_states(config.states, layers)),
+        codec=config.codec,
+        data_digest=text.note.digest,
+        rows_per_shard=config.rows_per_shard,
+        rows_per_forward=config.rows_per_forward,
+    )
 
 
 def _prepare(job: Job, config: PrecomputeConfig, text: Mapping[str, Corpus], ranks: Ranks) -> None:

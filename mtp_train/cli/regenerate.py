@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from mtp_train.cli.job import Job
 from mtp_train.cli.run_folder import run_stage
 from mtp_train.cli.separation import held_out_prompts
 from mtp_train.core.errors import UserError
+from mtp_train.core.keys import config_inputs, inputs
 from mtp_train.core.progress import say
 from mtp_train.core.provenance import file_digest, write_json
 from mtp_train.core.records import Accounting
@@ -20,8 +20,6 @@ from mtp_train.text.overlap import require_few
 from mtp_train.text.sources import asked, read_sources, sources_digest
 
 SETS = ("train", "heldout", "ood")
-# Prompts count by their content. A server that was started again elsewhere goes on with the same answers.
-NO_INPUTS = ("prompts", "server", "concurrency", "timeout", "retries")
 
 
 def stage(job: Job) -> None:
@@ -35,13 +33,20 @@ def stage(job: Job) -> None:
             "add regenerate.prompts.NAME=FILE, or use a recipe",
         )
     prompts = {name: sources_digest(read_sources(value)) for name, value in config.prompts.items()}
-    values = {key: value for key, value in asdict(config).items() if key not in NO_INPUTS}
-    values["server"] = bool(config.server)
+    found = inputs(
+        {
+            "regenerate.prompts": prompts,
+            "regenerate.by_server": bool(config.server),
+            "target": job.target_inputs,
+        }
+    )
     run_stage(
         job.folder,
         "regenerate",
-        [values, prompts, job.target_inputs],
+        config_inputs("regenerate", config) | found,
         lambda: _work(job, config),
+        job.process.ranks,
+        alone=True,
         files=[job.folder.answers(name) for name in config.prompts],
     )
 

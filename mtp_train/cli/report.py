@@ -12,12 +12,16 @@ from mtp_train.checkpoint.heads import read_card
 from mtp_train.cli.job import Job
 from mtp_train.cli.run_folder import RunFolder, run_stage
 from mtp_train.core.errors import UserError
+from mtp_train.core.keys import END, inputs
+from mtp_train.core.owned import MARK, Kind, claim, require_own
 from mtp_train.core.progress import say
 from mtp_train.core.provenance import file_digest, read_json
 from mtp_train.evaluate.compare import compare_runs
 from mtp_train.report.comparison import findings
 from mtp_train.report.stage import write_comparison, write_report
 from mtp_train.train.loop import CURVES
+
+COMPARISON = Kind("comparison's folder", {MARK: (), "comparison.json": ("format", "runs", "pairs")})
 
 
 def tool(arguments: Sequence[str]) -> None:
@@ -27,8 +31,10 @@ def tool(arguments: Sequence[str]) -> None:
     for folder in map(RunFolder, asked.runs):
         kept = (folder.stage("evaluate") / "completions").glob("*.jsonl")
         folder.require_same("evaluate", folder.evaluation, *sorted(kept))
+    require_own(out, COMPARISON, "name another folder with --out, or move these files away")
     comparison = compare_runs(asked.runs)
     folders = [RunFolder(Path(run["path"])) for run in comparison["runs"]]
+    claim(out, COMPARISON, "name another folder with --out")
     write_comparison(comparison, [read_json(folder.evaluation) for folder in folders], out)
     for finding in findings(comparison):
         say(f"compare: {finding}")
@@ -51,8 +57,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def stage(job: Job) -> None:
-    before = [job.folder.require(name)["outputs"] for name in ("evaluate", "train")]
-    run_stage(job.folder, "report", [before, job.folder.seconds("report")], lambda: _work(job))
+    before = {
+        f"{name}.outputs": job.folder.require(name)["outputs"] for name in ("evaluate", "train")
+    }
+    found = inputs(before) | inputs({"seconds": job.folder.seconds("report")}, END)
+    run_stage(job.folder, "report", found, lambda: _work(job), job.process.ranks, alone=True)
 
 
 def _work(job: Job) -> Any:

@@ -25,11 +25,12 @@ from mtp_train.cli import evaluate, train
 from mtp_train.cli.config import Alternatives, alternatives, quoted
 from mtp_train.cli.features import held_states
 from mtp_train.cli.job import Job, Process, SweepConfig
-from mtp_train.cli.run_folder import STAMP, RunFolder
+from mtp_train.cli.run_folder import OTHER_FOLDER, RUN, STAMP, RunFolder
 from mtp_train.cli.sweep_table import DONE, FAILED, Report, Row
 from mtp_train.core.errors import UserError
+from mtp_train.core.owned import MARK, Kind, claim
 from mtp_train.core.progress import say
-from mtp_train.core.provenance import digest, read_json, require_writable, write_json, write_text
+from mtp_train.core.provenance import digest, read_json, write_json, write_text
 from mtp_train.evaluate.stage import EvaluateConfig
 from mtp_train.models.sizes import target_sizes
 from mtp_train.precompute.sources import expand_states
@@ -49,6 +50,12 @@ SWEPT = (
 )  # other keys change the features, or mean nothing to training
 LONGEST = 100  # bytes of a folder's name
 PATIENCE = timedelta(minutes=1)  # ranks that meet with the same error do so at the same step
+
+
+SWEEP = Kind(
+    "sweep's folder",
+    {MARK: ()} | {f"table{stage}.json": ("stage", "metric") for stage in ("", "-evaluate")},
+)
 
 
 def sweep(stage: str, overrides: list[str]) -> None:
@@ -90,6 +97,8 @@ class _Sweep:
         self.metric  # noqa: B018  # a name that is none is refused now
         ranks = self.process.ranks
         if ranks.main:
+            claim(self.parent.folder.root, RUN, OTHER_FOLDER)
+            claim(self.root, SWEEP, OTHER_FOLDER)
             for job in self.jobs:
                 link(self.parent.folder, job.folder)
         ranks.wait()
@@ -191,7 +200,7 @@ class _Sweep:
 
 def link(parent: RunFolder, job: RunFolder) -> None:
     """Give a job the text and the features of the run, without a copy; what is there already stays."""
-    require_writable(job.root)
+    claim(job.root, RUN, OTHER_FOLDER)
     for stage in LINKED:
         place = job.stage(stage)
         if parent.stage(stage).is_dir() and not os.path.lexists(place):

@@ -11,26 +11,35 @@ from typing import Any
 from accelerate import Accelerator
 from torch import distributed
 
-from mtp_train.checkpoint.heads import CARD, TENSORS, find_checkpoints, read_card, warm_start
+from mtp_train.checkpoint.heads import (
+    CARD,
+    TENSORS,
+    find_checkpoints,
+    read_card,
+    require_own_checkpoint,
+    warm_start,
+)
 from mtp_train.cli.features import (
     open_features,
     require_current,
     require_same_target,
+    require_same_text,
     trained_counts,
 )
 from mtp_train.cli.job import PRECISIONS, Job
 from mtp_train.cli.main import dispatch, guarded
 from mtp_train.cli.run_folder import run_stage
 from mtp_train.core.errors import UserError
+from mtp_train.core.keys import SPREAD, Inputs, config_inputs, inputs
 from mtp_train.core.provenance import file_digest
 from mtp_train.heads.families import build_head
 from mtp_train.heads.start import FITTED
 from mtp_train.models.target import target_hash
+from mtp_train.train.best import BEST
 from mtp_train.train.config import TrainConfig
 from mtp_train.train.fitted import fit_projections
 from mtp_train.train.loop import CURVES, train
 from mtp_train.train.parallel import launched_strategy
-from mtp_train.train.state import unspread
 
 
 def stage(job: Job) -> None:
@@ -51,24 +60,40 @@ def fit(job: Job) -> None:
     before = job.folder.require("precompute")["outputs"]
     require_current(job, before)
     require_same_target(job)
-    data = [
-        asdict(head_config),
-        before,
-        job.target_inputs,
-        job.config["precision"],
-        read_card(Path(config.warm_start)).sha256 if config.warm_start else "",
-        *begun_from(head_config),
-    ]
-    whoever = unspread(asdict(config))
+    require_same_text(job)
+    out = job.folder.stage("train")
+    for place in (job.folder.head, out / BEST):
+        require_own_checkpoint(place)
     run_stage(
         job.folder,
         "train",
-        [whoever | {"accumulation": config.accumulation}, *data],
+        _inputs(job, config, head_config, before),
         lambda: _work(job, config, head_config),
         job.process.ranks,
         whole=(job.folder.head / TENSORS).is_file,
-        files=[job.folder.head / CARD, job.folder.stage("train") / CURVES],
-        half=[whoever, *data],
+        files=[job.folder.head / CARD, out / CURVES],
+    )
+
+
+def _inputs(job: Job, config: TrainConfig, head_config: Any, features: str) -> Inputs:
+    """What the head depends on, by key.
+
+    Args:
+        features: digest of precompute's outputs.
+    """
+    found = config_inputs("train", config) | config_inputs("head", head_config)
+    if config.keep == "best":
+        found |= inputs({"train.online_eval": asdict(config.online_eval)}, SPREAD)
+    return found | inputs(
+        {
+            "precompute.outputs": features,
+            "target": job.target_inputs,
+            "precision": job.run.precision,
+            "train.warm_start": read_card(Path(config.warm_start)).sha256
+            if config.warm_start
+            else "",
+            "head.begun_from": begun_from(head_config),
+        }
     )
 
 

@@ -1,4 +1,4 @@
-"""Versions, digests and atomic writes: what makes an artifact say where it came from.
+"""Versions, digests and JSON files: what makes an artifact say where it came from.
 
 Knows nothing of the content it stamps.
 """
@@ -8,15 +8,13 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import os
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mtp_train import __version__
 from mtp_train.core.errors import UserError
+from mtp_train.core.owned import atomic_path
 
 SEAL = "seal"
 LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "safetensors", "zstandard")
@@ -84,31 +82,6 @@ def folder_digest(folder: Path, pattern: str = "*.safetensors") -> str:
     return digest({path.name: file_digest(path) for path in sorted(folder.glob(pattern))})
 
 
-@contextmanager
-def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; move it into place when the block ends without an error.
-
-    A reader sees the old file or the whole new one, never a part of it.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        yield temporary
-        usual_mode(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def usual_mode(path: Path) -> None:
-    """Give a file the permissions that the umask asks for: safetensors writes for its owner alone, and a serving
-    engine often runs as another user.
-    """
-    mask = os.umask(0)
-    os.umask(mask)
-    path.chmod(0o666 & ~mask)
-
-
 def write_text(path: Path, text: str) -> None:
     """Write `text` to `path` atomically, as UTF-8."""
     with atomic_path(path) as temporary:
@@ -133,17 +106,4 @@ def read_json(path: Path) -> Any:
             "a JSON file must be well-formed",
             f"{path}: {error}",
             "delete it and run its stage again",
-        ) from error
-
-
-def require_writable(folder: Path) -> None:
-    """Create `folder` and prove that it can be written to, or raise `UserError`."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".write-probe-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UserError(
-            "an output folder must be writable", f"{folder} ({error.strerror})", "name another one"
         ) from error

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mtp_train.core.owned import move_file
+
 
 class Journal:
     """An append-only file of rows {"id", "finish", ...}.
@@ -24,7 +26,7 @@ class Journal:
     def __init__(self, path: Path, done: Path | None = None) -> None:
         self.path = path
         if done is not None and not path.is_file() and done.is_file():
-            done.replace(path)
+            move_file(done, path)
         self._file = open(path, "a+b")  # noqa: SIM115  (open as long as the journal is)
         self._offsets: dict[str, int] = {}
         self.finishes: Counter[str] = Counter()  # how the answers ended

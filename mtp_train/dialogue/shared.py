@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from mtp_train.core.dist import Ranks
-from mtp_train.core.provenance import atomic_path
+from mtp_train.core.owned import atomic_path, remove_file
 from mtp_train.dialogue.journal import Journal
 
 
@@ -77,7 +77,7 @@ def gather(path: Path, order: Iterable[str] | None = None) -> None:
         kept = lines if order is None else [key for key in order if key in lines]
         temporary.write_bytes(b"".join(lines[key] for key in kept))
     for part in parts:
-        part.unlink()
+        remove_file(part)
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:

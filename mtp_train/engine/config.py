@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mtp_train.core.errors import UserError
+from mtp_train.core.keys import SPREAD, key
 
 VERIFICATIONS = ("rejection", "one_hot", "typical")
 ORDERS = ("overlapped", "plain")
@@ -41,7 +42,7 @@ class EngineConfig:
     order: str = "overlapped"
     attention: str = "auto"
     alphas: bool = False
-    tensor_parallel: int = 1
+    tensor_parallel: int = key(1, SPREAD)
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "page_size", "cache_rows", "prefill_rows", "tensor_parallel"):

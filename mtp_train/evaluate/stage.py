@@ -15,6 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mtp_train.core.errors import UserError
+from mtp_train.core.keys import END, NOTHING, key
 from mtp_train.engine.engine import Engine, EngineConfig
 from mtp_train.engine.schemes import SchemeConfig, make_proposer
 from mtp_train.evaluate.examples import example
@@ -54,7 +55,7 @@ class EvaluateConfig:
         examples: outputs shown token by token in the report.
     """
 
-    sets: dict[str, Any] = field(default_factory=dict)
+    sets: dict[str, Any] = key(dict, NOTHING)  # their content counts
     scheme: str = "chain"
     drafts: int = 3
     depth: int = 3
@@ -65,14 +66,14 @@ class EvaluateConfig:
     temperatures: list[float] = field(default_factory=list)
     ks: list[int] = field(default_factory=list)
     grid_prompts: int = 32
-    speed_prompts: int = 6
-    speed_batches: list[int] = field(default_factory=lambda: [1, 4, 16])
-    cost_batches: list[int] = field(default_factory=lambda: [1, 4, 16, 64])
-    cost_repeats: int = 5
+    speed_prompts: int = key(6, END)
+    speed_batches: list[int] = key(lambda: [1, 4, 16], END)
+    cost_batches: list[int] = key(lambda: [1, 4, 16, 64], END)
+    cost_repeats: int = key(5, END)
     lossless_prompts: int = 1000
     lossless_tokens: int = 128
-    reference_prompts: int = 4
-    examples: int = 6
+    reference_prompts: int = key(4, END)
+    examples: int = key(6, END)
     seed: int = 0
 
     def __post_init__(self) -> None:

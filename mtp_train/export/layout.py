@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mtp_train.core.errors import UserError
-from mtp_train.core.provenance import read_json, usual_mode, write_json
+from mtp_train.core.provenance import read_json, write_json
 from mtp_train.export.files import CONFIG, TENSORS, read_weights
 from mtp_train.heads.base import DraftHead
 from mtp_train.models.target import Target
+from mtp_train.store.tensor_files import save_tensors
 
 # vLLM takes the method from these in the head's path, unless it was asked for `eagle` or `eagle3`.
 METHOD_WORDS = ("eagle-", "eagle3", "dflash", "dspark")
@@ -153,10 +153,8 @@ class Layout(ABC):
 
     def write(self, folder: Path, head: DraftHead, target: Target) -> None:
         """The folder's files that engines read."""
-        save_file(
-            self.tensors(head, target, target.dtype), folder / TENSORS, metadata={"format": "pt"}
-        )
-        usual_mode(folder / TENSORS)
+        tensors = self.tensors(head, target, target.dtype)
+        save_tensors(tensors, folder / TENSORS, metadata={"format": "pt"})
         write_json(folder / CONFIG, self.config(head, target))
 
     def load(self, folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -5,17 +5,16 @@ An export that can't be loaded back to the same logits is not left on disk.
 
 from __future__ import annotations
 
-import os
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from mtp_train.core.errors import UserError
+from mtp_train.core.keys import END, key
+from mtp_train.core.owned import Kind, replaced_folder, require_own
 from mtp_train.core.provenance import (
     file_digests,
     read_json,
-    require_writable,
     sealed,
     unsealed,
     versions,
@@ -31,8 +30,10 @@ from mtp_train.heads.base import DraftHead
 from mtp_train.models.identity import FORWARD, require_same
 from mtp_train.models.target import Target
 
+OTHER_NAME = "move it away, or name another run folder"
 FORMATS = (AUTO, *LAYOUTS)
 RECORD = "export.json"
+EXPORT = Kind("export", {RECORD: ("layout", "target_hash", "files")}, ("README.md",))
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class ExportConfig:
         format: one of `FORMATS`; `auto` is the usual one of the head's family.
     """
 
-    format: str = AUTO
+    format: str = key(AUTO, END)
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -83,20 +84,16 @@ def export_head(
     layout = layout_of(config, head.config.family)
     require_servable(out, layout)
     require_held(head, target, layout)
-    temporary = out.with_name(f".{out.name}.part")
-    shutil.rmtree(temporary, ignore_errors=True)
-    require_writable(temporary)
-    try:
-        layout.write(temporary, head, target)
-        write_record(temporary, head, target, layout, source)
-        write_text(temporary / "README.md", model_card(head.config, target, layout, figures, out))
-        check = check_export(head, target, layout, temporary)
-    except UserError:
-        shutil.rmtree(temporary)
-        raise
-    shutil.rmtree(out, ignore_errors=True)
-    os.replace(temporary, out)
-    return check
+    with replaced_folder(out, EXPORT, OTHER_NAME) as new:
+        layout.write(new, head, target)
+        write_record(new, head, target, layout, source)
+        write_text(new / "README.md", model_card(head.config, target, layout, figures, out))
+        return check_export(head, target, layout, new)
+
+
+def require_own_export(folder: Path) -> None:
+    """Raise if something else than an export lies where one is to be written."""
+    require_own(folder, EXPORT, OTHER_NAME)
 
 
 def import_head(folder: Path, target: Target) -> tuple[Layout, DraftHead]:
@@ -167,16 +164,6 @@ def require_record(folder: Path, target: Target) -> None:
         )
     remedy = "restore the target's files, or warm start from the head for the changed target"
     require_same(record.get("identity", {}), target.identity, "an export", remedy, FORWARD)
-
-
-def remove_earlier(folder: Path, source: str) -> list[str]:
-    """Remove exports below `folder` of another checkpoint than this one: served by mistake, they draft worse."""
-    removed = []
-    for record in sorted(folder.glob(f"*/{RECORD}")):
-        if read_json(record)["source"] != source:
-            shutil.rmtree(record.parent)
-            removed.append(record.parent.name)
-    return removed
 
 
 def require_held(head: DraftHead, target: Target, layout: Layout) -> None:

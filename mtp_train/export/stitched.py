@@ -25,11 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mtp_train.core.errors import UserError
-from mtp_train.core.provenance import read_json, usual_mode, write_json
+from mtp_train.core.provenance import read_json, write_json
 from mtp_train.export import llama
 from mtp_train.export.deepseek_nextn import DeepseekNextn, quantised, routing
 from mtp_train.export.files import CONFIG, INDEX
@@ -40,6 +39,7 @@ from mtp_train.heads.base import DraftHead
 from mtp_train.heads.block import unlike_llama
 from mtp_train.models.target import Target, config_of
 from mtp_train.models.weights import find_tensors, names_in, read_tensors
+from mtp_train.store.tensor_files import save_tensors
 
 DEEPSEEK = ("deepseek_v3",)
 LIKE_MIMO = ("llama", "mistral", "qwen2")
@@ -160,8 +160,7 @@ python -m sglang.launch_server --model-path {head} --speculative-algorithm EAGLE
             index |= dict.fromkeys(names, to.name)
         made = self.tensors(head, target, target.dtype)
         last = folder / _shard(len(shards) + 1, len(shards) + 1)
-        save_file(made, last, metadata={"format": "pt"})
-        usual_mode(last)
+        save_tensors(made, last, metadata={"format": "pt"})
         index |= dict.fromkeys(made, last.name)
         write_json(folder / INDEX, {"metadata": {}, "weight_map": dict(sorted(index.items()))})
 
@@ -207,8 +206,8 @@ def _unlike_qwen2(target: Target) -> Iterator[str]:
 def _take(shard: Path, names: list[str], to: Path) -> None:
     """Put a shard of the target's at `to`: the same file, or a copy; anew where some of its tensors stay behind."""
     if len(names) < len(names_in(shard)):
-        save_file(read_tensors(dict.fromkeys(names, shard), names), to, metadata={"format": "pt"})
-        usual_mode(to)
+        kept = read_tensors(dict.fromkeys(names, shard), names)
+        save_tensors(kept, to, metadata={"format": "pt"})
         return
     try:
         os.link(shard.resolve(), to)

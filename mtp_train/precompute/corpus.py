@@ -41,6 +41,7 @@ def make_corpus(
     vocab_size: int,
     held_out: Mapping[bytes, str] | None = None,
     bound: Bound | None = None,
+    instead: Path | None = None,
 ) -> Corpus:
     """The corpus of set `name` in `folder`: the one that is there, if it was made from the same inputs.
 
@@ -49,6 +50,7 @@ def make_corpus(
         tokenizer_digest: of the files that decide tokens and template.
         held_out: what sets offer beside which this one's conversations are refused where they overlap (text.overlap).
         bound: the longest sequence that the models of the run read, whatever `config` says.
+        instead: where it is made if `folder` must stay as it is.
     """
     sources, policy = config.sources(name), config.policy.within(bound)
     policies = [source.policy.within(bound) for source in sources]
@@ -61,9 +63,10 @@ def make_corpus(
             "held out": sorted(mark.hex() for mark in held_out or {}),
         }
     )
-    found = found_corpus(folder, inputs)
-    if found is not None:
-        return found
+    for place in filter(None, (folder, instead)):
+        found = found_corpus(place, inputs)
+        if found is not None:
+            return found
     accounting = Accounting()
     with progress(None, f"tokenise {name}", "sequence") as bar:
 
@@ -86,7 +89,7 @@ def make_corpus(
                     bar.update()
                     yield sequence
 
-        corpus = write_corpus(folder, sequences(), inputs, accounting)
+        corpus = write_corpus(instead or folder, sequences(), inputs, accounting)
     require_few(accounting, name)
     if not len(corpus):
         raise UserError(

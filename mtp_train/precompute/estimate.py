@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from mtp_train.core.errors import UserError
+from mtp_train.core.keys import NOTHING, key
 from mtp_train.core.records import Sizes
 
 TEXT = 4 + 1  # bytes per token: int32 id, uint8 mask
@@ -34,12 +35,12 @@ class PlanConfig:
         stage_seconds: of each stage, as measured somewhere; `run` scales them to this machine to say the time left.
     """
 
-    tokens: int = 0
-    ranks: int = 1
-    tokens_per_second: float = 0.0
-    tflops: float = 0.0
-    allow_shortfall: bool = False
-    stage_seconds: dict[str, float] = field(default_factory=dict)
+    tokens: int = key(0, NOTHING)
+    ranks: int = key(1, NOTHING)
+    tokens_per_second: float = key(0.0, NOTHING)
+    tflops: float = key(0.0, NOTHING)
+    allow_shortfall: bool = key(False, NOTHING)
+    stage_seconds: dict[str, float] = key(dict, NOTHING)
 
     def __post_init__(self) -> None:
         if min(self.tokens, self.tokens_per_second, self.tflops) < 0 or self.ranks < 1:

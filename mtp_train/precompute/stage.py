@@ -10,6 +10,7 @@ Encoding and writing run in a thread behind the target's forward.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,6 +26,8 @@ from torch import Tensor
 from mtp_train.batches.pack import fill
 from mtp_train.core.dist import Ranks
 from mtp_train.core.errors import UserError
+from mtp_train.core.keys import END, NOTHING, key
+from mtp_train.core.owned import is_temporary
 from mtp_train.core.progress import progress, say
 from mtp_train.core.provenance import sealed, unsealed, versions
 from mtp_train.core.records import TokenizedConversation
@@ -40,6 +43,8 @@ from mtp_train.store.places import Place, join
 from mtp_train.store.shards import encode_shard, finish_store, open_shard, write_shard
 
 NOTE = "contract.json"
+SHARD = re.compile(r"shard-\d+\.safetensors")
+NAMED = 4  # of foreign names in a message
 REFERENCE = "reference.json"  # what rule 4 of the gate compared; with it, it is not compared again
 SPEED = "speed.json"  # what the last run measured, for plans
 GATE_ROWS = 64  # of a sequence that the gate looks at; in every WHOLE-th shard one sequence up to WHOLE_ROWS
@@ -67,9 +72,9 @@ class PrecomputeConfig:
     codec: str = "raw"
     rows_per_shard: int = 16384
     rows_per_forward: int = 2048
-    gate_sequences: int = 2
-    tensor_parallel: int = 1
-    out: str = ""
+    gate_sequences: int = key(2, END)
+    tensor_parallel: int = key(1, NOTHING)
+    out: str = key("", NOTHING)
     live: bool = False
     vllm: VllmConfig = field(default_factory=VllmConfig)
 
@@ -134,6 +139,8 @@ def precompute(
     ranks.wait()
     todo = _missing(place, len(shards))
     ranks.wait()  # all have looked before anyone adds to it
+    if todo and ranks.main:
+        place.remove(NAME)
     worker = _Worker(source, sequences, config, place, ranks)
     worker.run([(index, shards[index]) for index in ranks.mine(todo)], _name(out))
     ranks.wait()
@@ -266,8 +273,34 @@ def require_own_shards(place: Place, target_hash: str, identity: Identity) -> No
         )
 
 
+def require_own_store(place: Place, **expected: Any) -> None:
+    """Raise unless the place is new, empty, or a feature store whose contract says `expected`.
+
+    Another run may have made it: its features are used where they are the same, and never replaced.
+    """
+    names = [name for name in place.names() if not is_temporary(name)]
+    found = _read_json(place, NOTE) if NOTE in names else None
+    if names and not (isinstance(found, dict) and {"target_hash", "data_digest"} <= set(found)):
+        raise UserError(
+            "features go to a place that is new, empty or a feature store",
+            f"{place} with {', '.join(names[:NAMED])}",
+            "name another precompute.out or another run folder",
+        )
+    differ = [
+        f"{name} {found[name]}, not {value}"
+        for name, value in expected.items()
+        if found and name in found and found[name] != value
+    ]
+    if differ:
+        raise UserError(
+            "a place that holds other features is left as it is",
+            f"{place}: {'; '.join(differ)}",
+            "name another precompute.out or another run folder, or move that store away",
+        )
+
+
 def _prepare(place: Place, contract: Contract) -> Contract:
-    """Make the place ready: shards of another contract are removed, of the same one kept.
+    """Make the place ready: it is new, or a store of the same contract, whose shards are kept.
 
     Returns:
         The contract to finish with: it says no more of the target than was recorded when its first shards were made.
@@ -277,18 +310,17 @@ def _prepare(place: Place, contract: Contract) -> Contract:
     names = place.names()
     wanted = contract.as_dict()
     require_own_shards(place, contract.target_hash, contract.identity)
-    earlier = _read_json(place, NOTE) if NOTE in names else {}
-    if earlier | {"identity": {}} != wanted | {"identity": {}}:
-        for name in names:
-            place.remove(name)
+    require_own_store(place, **{key: value for key, value in wanted.items() if key != "identity"})
+    if NOTE not in names:
         _write_json(place, NOTE, wanted)
         return contract
+    earlier = _read_json(place, NOTE)
     recorded = earlier.get("identity")
     contract = replace(contract, identity=contract.identity if recorded else {})
     _write_json(place, NOTE, contract.as_dict())
     for name in names:  # an unfinished shard, or a killed writer's half
-        orphan = name.startswith("shard-") and name.endswith(".safetensors")
-        if name == NAME or name.endswith(".part") or (orphan and _note_of(name) not in names):
+        orphan = SHARD.fullmatch(name) and _note_of(name) not in names
+        if orphan or is_temporary(name):
             place.remove(name)
     return contract
 

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mtp_train.core.errors import UserError
+from mtp_train.core.owned import remove_file
 from mtp_train.core.records import TokenizedConversation
 from mtp_train.models.readout import Readout
 from mtp_train.models.target import POST_NORM, layer_of
@@ -166,7 +167,7 @@ class VllmStates:
             self._process.stdin.flush()
         self._reply()
         found = load_file(out)
-        out.unlink()
+        remove_file(out)
         states_TLD = found["states"]
         streams = {layer: states_TLD[:, at].contiguous() for at, layer in enumerate(self._layers)}
         return streams, found["choices"]

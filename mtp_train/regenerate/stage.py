@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mtp_train.core.errors import UserError
+from mtp_train.core.keys import CHANGES, NOTHING, key
+from mtp_train.core.owned import atomic_path, remove_file
 from mtp_train.core.progress import progress, say
-from mtp_train.core.provenance import atomic_path
 from mtp_train.core.records import Accounting
 from mtp_train.dialogue.journal import Journal
 from mtp_train.dialogue.plans import Plan, count_plan, read_plans
@@ -41,16 +42,16 @@ class RegenerateConfig:
         retries: further attempts at a request that failed there.
     """
 
-    prompts: dict[str, Any]
+    prompts: dict[str, Any] = field(metadata={CHANGES: NOTHING})  # their content counts
     limits: dict[str, int]
     max_new_tokens: int = 256
     temperature: float = 0.0
     seed: int = 0
-    server: str = ""
+    server: str = key("", NOTHING)  # whether there is one counts
     model: str = ""
-    concurrency: int = 32
-    timeout: float = 600.0
-    retries: int = 5
+    concurrency: int = key(32, NOTHING)
+    timeout: float = key(600.0, NOTHING)
+    retries: int = key(5, NOTHING)
 
     def __post_init__(self) -> None:
         for name, least in (("max_new_tokens", 1), ("concurrency", 1), ("retries", 0)):
@@ -154,7 +155,7 @@ def regenerate(
         _write(out, plans, journal)
     finally:
         journal.close()
-    journal.path.unlink()
+    remove_file(journal.path)
     return outcome
 
 

@@ -8,7 +8,6 @@ Knows no target and no features.
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -19,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from mtp_train.core.errors import UserError
+from mtp_train.core.owned import Kind, replaced_folder
 from mtp_train.core.provenance import (
     file_digests,
     read_json,
     require_files,
-    require_writable,
     sealed,
     unsealed,
     write_json,
@@ -36,6 +35,11 @@ TOKENS, MASK, OFFSETS = "tokens.i32", "mask.u8", "offsets.i64"
 KEYS, KEY_OFFSETS = "keys.utf8", "key_offsets.i64"
 AGAIN = "delete the folder and run precompute again"
 COUNTED = 1 << 22  # tokens at a time: numpy counts wide copies
+TEXT = Kind(
+    "set's text",
+    {KEY_OFFSETS: (), NAME: ("inputs", "digest", "sequences")},
+    (TOKENS, MASK, OFFSETS, KEYS, "live.json"),
+)
 FILES = {TOKENS: np.int32, MASK: np.uint8, OFFSETS: np.int64, KEY_OFFSETS: np.int64, KEYS: np.uint8}
 
 
@@ -114,13 +118,20 @@ def write_corpus(
     inputs: str,
     accounting: Any,
 ) -> Corpus:
-    """Write `sequences` as they come; what `folder` held before is removed.
+    """Write `sequences` as they come; an earlier text in `folder` is replaced.
 
     Args:
         accounting: asked for its `as_dict()` once the last sequence has come.
     """
-    shutil.rmtree(folder, ignore_errors=True)
-    require_writable(folder)
+    remedy = "move it away, or name another run folder"
+    with replaced_folder(folder, TEXT, remedy) as new:
+        _write(new, sequences, inputs, accounting)
+    return Corpus(folder)
+
+
+def _write(
+    folder: Path, sequences: Iterable[TokenizedConversation], inputs: str, accounting: Any
+) -> None:
     running, count, trained, rows, letters = hashlib.sha256(), 0, 0, 0, 0
     with ExitStack() as stack:
         files = {name: stack.enter_context(open(folder / name, "wb")) for name in FILES}
@@ -144,7 +155,6 @@ def write_corpus(
         file_digests(folder),
     )
     write_json(folder / NAME, sealed(asdict(note)))
-    return Corpus(folder)
 
 
 def found_corpus(folder: Path, inputs: str) -> Corpus | None:

@@ -17,7 +17,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from mtp_train.core.errors import UserError
-from mtp_train.core.provenance import atomic_path, require_writable
+from mtp_train.core.owned import atomic_path, remove_file, require_writable
 
 FIRST = 1 << 16  # bytes of a remote object that come with its opening: the header of most
 PIECE = 1 << 24  # bytes hashed at a time
@@ -98,8 +98,10 @@ class Place:
             save_bytes(data, temporary)
 
     def remove(self, name: str) -> None:
-        """Remove an object, if there is one."""
-        if self.exists(name):
+        """Remove an object that the caller knows by a name of its own, if there is one."""
+        if self.local:
+            remove_file(Path(self._path(name)))
+        elif self.exists(name):
             self._files.rm_file(self._path(name))
 
     def require_writable(self) -> None:

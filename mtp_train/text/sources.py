@@ -7,13 +7,14 @@ for the target to read. Both stream: what is held is the row at hand and the key
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from mtp_train.core.errors import UserError
+from mtp_train.core.keys import NOTHING, key
 from mtp_train.core.provenance import digest
 from mtp_train.core.records import Accounting, Conversation, TokenizedConversation, printable
 from mtp_train.text.alternation import served_otherwise
@@ -102,7 +103,7 @@ class DataConfig:
         length, max_tokens, context: of regenerated answers, and of sources that don't say it themselves.
     """
 
-    sets: dict[str, Any] = field(default_factory=dict)
+    sets: dict[str, Any] = key(dict, NOTHING)  # their content counts
     strict: bool = False
     seed: int = 0
     length: str = "refuse"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mtp_train.core.errors import UserError
+from mtp_train.core.keys import END, NOTHING, SPREAD, STEPS, key
 from mtp_train.losses.terms import LossConfig, default_weights
 from mtp_train.train.online import OnlineConfig
 
@@ -43,8 +44,8 @@ class TrainConfig:
 
     epochs: int = 3
     rows: int = 512
-    accumulation: int = 1
-    parallel: str = "ddp"
+    accumulation: int = key(1, SPREAD)
+    parallel: str = key("ddp", NOTHING)
     rollout_steps: int = 3
     step_weights: str = "geometric"
     decay: float = 0.7
@@ -52,21 +53,21 @@ class TrainConfig:
     lk_eta: float = 3.0
     mean_over: str = "tokens"
     loss_vocabulary: int = 0
-    warm_start: str = ""
-    learning_rate: float = 1e-3
-    warmup_steps: int = 20
-    beta1: float = 0.9
-    beta2: float = 0.95
-    weight_decay: float = 0.0
-    clip: float = 1.0
+    warm_start: str = key("", NOTHING)  # its content counts
+    learning_rate: float = key(1e-3, STEPS)
+    warmup_steps: int = key(20, STEPS)
+    beta1: float = key(0.9, STEPS)
+    beta2: float = key(0.95, STEPS)
+    weight_decay: float = key(0.0, STEPS)
+    clip: float = key(1.0, STEPS)
     seed: int = 0
-    validations: int = 6
-    checkpoints: int = 4
-    online_eval: OnlineConfig = field(default_factory=OnlineConfig)
-    keep: str = "last"
+    validations: int = key(6, NOTHING)
+    checkpoints: int = key(4, NOTHING)
+    online_eval: OnlineConfig = key(OnlineConfig, NOTHING)  # with keep=best it chooses the head
+    keep: str = key("last", END)
     ema: float = 0.0
-    feature_noise: float = 0.0
-    explode: float = 10.0
+    feature_noise: float = key(0.0, STEPS)
+    explode: float = key(10.0, NOTHING)
 
     def __post_init__(self) -> None:
         for name in (

@@ -91,7 +91,8 @@ def alarm(
     cure = (
         "make these features again (mtp-train store verify names the shard)"
         if any(item.damaged for item in bad)
-        else "lower train.learning_rate, or leave these sequences out; the last checkpoint is as it was"
+        else "lower train.learning_rate and add go_on=true to go on from the last checkpoint, which is as it was, or "
+        "leave these sequences out"
     )
     rule = "the training loss must stay finite and must not explode"
     return UserError(rule, f"{what}: {'; '.join(said)}", f"{cure}; {look}")

@@ -355,9 +355,7 @@ class _Trainer:
         self.out.mkdir(parents=True, exist_ok=True)
         for newest in find_checkpoints(self.out / "checkpoints")[-1:]:
             require_match(read_card(newest), self.target)
-        found = load_state(
-            self.out, self.head, asdict(self.config), self._data_digest, self.average
-        )
+        found = load_state(self.out, self.head, self.config, self._data_digest, self.average)
         if found is not None:
             self._go_on_from(found.progress)
         self.accelerator.wait_for_everyone()  # all have read before one writes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,19 +15,18 @@ from mtp_train.checkpoint.heads import (
     find_checkpoints,
     load_tensors,
     read_card,
+    remove_checkpoint,
     save_checkpoint,
 )
 from mtp_train.core.errors import UserError
+from mtp_train.core.keys import RESULT, STEPS, Difference, config_inputs, differences, inputs, plain
 from mtp_train.core.provenance import read_json, require_files
 from mtp_train.heads.base import DraftHead
+from mtp_train.train.config import TrainConfig
 
 OPTIMIZER = "optimizer.safetensors"
 AVERAGE = "average.safetensors"
 PROGRESS = "progress.json"
-SPREAD = (
-    "accumulation",
-    "parallel",
-)  # how work is spread over devices, which may change in the middle of a run
 
 
 @dataclass(frozen=True)
@@ -36,6 +34,7 @@ class Progress:
     """How far a run is, and of which data.
 
     Attributes:
+        curves: the steps so far; a row says which keys of the configuration have another value from there on.
         epoch, packs: packs of the epoch `epoch` that are done: what a resume goes on from, on any number of ranks.
         step: optimiser steps so far.
         ranks: how many ran it.
@@ -84,13 +83,13 @@ def save_state(
         notes={PROGRESS: asdict(progress)},
     )
     for old in find_checkpoints(folder)[:-2]:
-        shutil.rmtree(old)
+        remove_checkpoint(old)
 
 
 def load_state(
     out: Path,
     head: DraftHead,
-    config: dict[str, Any],
+    config: TrainConfig,
     data_digest: str,
     average: nn.Module | None = None,
 ) -> Saved | None:
@@ -98,8 +97,8 @@ def load_state(
 
     Args:
         head: before it is wrapped for ranks.
-        config: how the head is trained; a checkpoint of another configuration or other data is refused. How the work
-            is spread over devices may differ.
+        config: how the head is trained; a checkpoint of other data is refused, and of other values of keys that decide
+            every step (core.keys.RESULT).
     """
     found = find_checkpoints(out / "checkpoints")
     if not found:
@@ -112,22 +111,28 @@ def load_state(
         f"delete {newest} and train again: an older one is there",
     )
     progress = Progress(**read_json(newest / PROGRESS))
+    differ = changes(card.config, config)
     if (
-        unspread(card.config) != unspread(config)
+        any(item.changes == RESULT for item in differ)
         or card.head != asdict(head.config)
         or progress.data_digest != data_digest
     ):
         raise UserError(
             "a checkpoint to resume from must have this run's configuration and data",
             newest,
-            "delete the run's train folder, or undo the change",
+            "undo the change, or train in another folder",
         )
     head.load_state_dict(load_tensors(newest / TENSORS, head.state_dict()))
     if average is not None:
         average.load_state_dict(load_file(newest / AVERAGE))
+    taken = {item.name: [item.before, item.now] for item in differ if item.changes == STEPS}
+    if taken:
+        progress.curves.append({"step": progress.step, "changed": taken})
     return Saved(progress, load_file(newest / OPTIMIZER))
 
 
-def unspread(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration of training without what only spreads it over devices."""
-    return {key: value for key, value in config.items() if key not in SPREAD}
+def changes(noted: dict[str, Any], config: TrainConfig) -> list[Difference]:
+    """Keys of a checkpoint's configuration that have another value now; what it does not name is at its default."""
+    now = config_inputs("train", config)
+    known = plain(config_inputs("train", TrainConfig())) | plain(inputs({"train": noted}))
+    return differences({name: value for name, value in known.items() if name in now}, now)

@@ -1,0 +1,109 @@
+"""Which configuration keys change a stage's result: said once, beside each key, and read wherever it matters.
+
+A dataclass field that says nothing changes the result (`RESULT`), so a new key never lets unlike work be mixed.
+Knows no stage.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+RESULT = "result"  # work that was begun with another value is no part of this result
+STEPS = "steps"  # as RESULT, but go_on=true takes the new value from the next step on
+SPREAD = "spread"  # how work is spread: half-done work goes on, a finished result is another
+END = "end"  # decides at the end what is kept or shown: all work goes on, finished or not
+NOTHING = "nothing"  # changes no result
+EFFECTS = (RESULT, STEPS, SPREAD, END, NOTHING)
+CHANGES = "changes"
+
+
+def key(default: Any, changes: str) -> Any:
+    """A dataclass field with its default (a class or function makes it) and what another value changes."""
+    assert changes in EFFECTS
+    metadata = {CHANGES: changes}
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Value:
+    """One input of a stage: what it is, and what another value changes."""
+
+    value: Any
+    changes: str = RESULT
+
+
+Inputs = dict[str, Value]  # dotted key -> value
+
+
+def config_inputs(prefix: str, config: Any) -> Inputs:
+    """Every key of a typed configuration but those that change nothing."""
+    found: Inputs = {}
+    for item in fields(config):
+        changes = item.metadata.get(CHANGES, RESULT)
+        value = getattr(config, item.name)
+        if changes == NOTHING:
+            continue
+        if is_dataclass(value):
+            found |= config_inputs(f"{prefix}.{item.name}", value)
+        else:
+            found |= inputs({f"{prefix}.{item.name}": value}, changes)
+    return found
+
+
+def inputs(values: Mapping[str, Any], changes: str = RESULT) -> Inputs:
+    """Inputs that are no configuration, such as digests of files; dicts by their own keys."""
+    return {name: Value(value, changes) for name, value in _flat(values)}
+
+
+def plain(found: Inputs) -> dict[str, Any]:
+    """The values as JSON gives them back."""
+    read: dict[str, Any] = json.loads(
+        json.dumps({name: item.value for name, item in found.items()})
+    )
+    return read
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A key whose value is another one now."""
+
+    name: str
+    before: Any
+    now: Any
+    changes: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {_short(self.before)} -> {_short(self.now)}"
+
+
+def differences(before: Mapping[str, Any], now: Inputs) -> list[Difference]:
+    """Keys that differ from values that were noted earlier, by name."""
+    current = plain(now)
+    return [
+        Difference(
+            name,
+            before.get(name),
+            current.get(name),
+            now[name].changes if name in now else RESULT,
+        )
+        for name in sorted({*before, *current})
+        if before.get(name) != current.get(name)
+    ]
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _short(value: Any) -> str:
+    text = "nothing" if value is None else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."
