@@ -415,7 +415,7 @@ def test_a_checkpoint_of_another_configuration_is_not_gone_on_from(
 ) -> None:
     fit(toy_target, five, BARE, tmp_path)
     with pytest.raises(UserError, match="this run's configuration"):
-        fit(toy_target, five, replace(BARE, learning_rate=5e-4), tmp_path)
+        fit(toy_target, five, replace(BARE, seed=1), tmp_path)
 
 
 # --- ranks ----------------------------------------------------------------------------------------------------

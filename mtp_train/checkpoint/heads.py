@@ -67,6 +67,7 @@ class HeadCard:
         identity: of that target and its text, by field (models.identity); empty on cards of earlier versions.
         config: how it was trained.
         head: how it is made: the fields of its family's dataclass. `save_checkpoint` fills it in, and the hashes.
+        changed: what of `config` changed in the middle of training, each with the step.
         measured: acceptance through the engine at this step, where training measured it: tau and what stands behind it.
     """
 
@@ -84,6 +85,7 @@ class HeadCard:
     versions: dict[str, str] = field(default_factory=versions)
     head: dict[str, Any] = field(default_factory=dict)  # empty: the family's defaults
     measured: dict[str, Any] = field(default_factory=dict)
+    changed: list[dict[str, Any]] = field(default_factory=list)
 
 
 def save_checkpoint(

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from mtp_train.checkpoint.heads import CARD, HeadCard, load_head, read_card, require_own_config
+from mtp_train.cli.features import tell_other_text
 from mtp_train.cli.job import Job
 from mtp_train.cli.main import dispatch, guarded
 from mtp_train.cli.run_folder import run_stage
 from mtp_train.cli.separation import trained_among
-from mtp_train.core.keys import config_inputs, inputs
+from mtp_train.core.keys import END, config_inputs, inputs
 from mtp_train.core.provenance import file_digest, versions, write_json
 from mtp_train.evaluate import stage as measure
 from mtp_train.evaluate.runs import Bench
@@ -36,7 +37,9 @@ def stage(job: Job) -> None:
     config: EvaluateConfig = job.section("evaluate", EvaluateConfig)
     prompts = {name: sources_digest(read_sources(value)) for name, value in config.sets.items()}
     found = config_inputs("evaluate", config) | config_inputs("engine", job.engine_config)
-    found |= inputs({"evaluate.sets": prompts, "target": job.target_inputs} | _before(job, config))
+    found |= inputs({"evaluate.sets": prompts}, new=END)
+    found |= inputs({"target": job.target_inputs} | _before(job, config))
+    tell_other_text(job, "evaluate")
     if (job.folder.head / CARD).is_file():  # before the stage's outputs are taken away
         require_own_config(read_card(job.folder.head), job.target_identity)
     run_stage(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_train.checkpoint.heads import load_head, read_card, require_own_config
+from mtp_train.cli.features import tell_other_text
 from mtp_train.cli.job import Job
 from mtp_train.cli.run_folder import run_stage
 from mtp_train.core.keys import END, config_inputs, inputs
@@ -23,6 +24,7 @@ def stage(job: Job) -> None:
     card = read_card(job.folder.head)
     require_own_config(card, job.target_identity)
     out = job.folder.export(layout_of(config, card.family).name)
+    tell_other_text(job, "export")
     require_own_export(out)
     trained = {
         "train.outputs": job.folder.require("train")["outputs"],

@@ -12,7 +12,8 @@ from mtp_train.batches.pack import Features
 from mtp_train.cli.corpora import SETS, text_inputs
 from mtp_train.cli.job import Job
 from mtp_train.core.errors import UserError
-from mtp_train.core.keys import differences
+from mtp_train.core.keys import Difference, differences
+from mtp_train.core.progress import say
 from mtp_train.core.provenance import digest, file_digest
 from mtp_train.models.identity import require_same
 from mtp_train.models.target import Target
@@ -88,21 +89,38 @@ def require_current(job: Job, recorded: str) -> None:
 
 
 def require_same_text(job: Job) -> None:
-    """Raise if the run's features were made of other data, or of data fitted otherwise, than is configured.
-
-    Keys that are not given now are not held against them: features can be trained on where their data is not at hand.
-    """
-    made = job.folder.noted_inputs("precompute")
-    noted = {name: value for name, value in made.items() if name.startswith(TEXT_KEYS)}
-    if not noted:  # of an earlier version
-        return
-    changed = [item for item in differences(noted, text_inputs(job)) if item.now is not None]
+    """Raise if the run's features were made of other data, or of data fitted otherwise, than is configured."""
+    changed = _other_text(job)
     if changed:
         raise UserError(
             "training needs features that were made of the configured text",
             "; ".join(map(str, changed)),
             "restore what changed, or run precompute again",
         )
+
+
+def tell_other_text(job: Job, stage: str) -> None:
+    """Say if the features that a head was trained on were made of other text than is configured, or of lost files."""
+    if not job.process.ranks.main:
+        return
+    try:
+        changed = "; ".join(map(str, _other_text(job)))
+    except UserError as error:
+        changed = str(error)
+    if changed:
+        say(f"{stage}: the features of this run were made of other text: {changed}")
+
+
+def _other_text(job: Job) -> list[Difference]:
+    """What of the text is not as precompute noted it.
+
+    Keys that are not given now are not held against it: features can be used where their data is not at hand.
+    """
+    made = job.folder.noted_inputs("precompute")
+    noted = {name: value for name, value in made.items() if name.startswith(TEXT_KEYS)}
+    if not noted:  # of an earlier version, or there are no features
+        return []
+    return [item for item in differences(noted, text_inputs(job)) if item.now is not None]
 
 
 def require_same_target(job: Job) -> None:

@@ -8,7 +8,7 @@ from mtp_train.cli.job import Job
 from mtp_train.cli.run_folder import run_stage
 from mtp_train.cli.separation import held_out_prompts
 from mtp_train.core.errors import UserError
-from mtp_train.core.keys import config_inputs, inputs
+from mtp_train.core.keys import END, config_inputs, inputs
 from mtp_train.core.progress import say
 from mtp_train.core.provenance import file_digest, write_json
 from mtp_train.core.records import Accounting
@@ -33,9 +33,8 @@ def stage(job: Job) -> None:
             "add regenerate.prompts.NAME=FILE, or use a recipe",
         )
     prompts = {name: sources_digest(read_sources(value)) for name, value in config.prompts.items()}
-    found = inputs(
+    found = inputs({"regenerate.prompts": prompts}, new=END) | inputs(
         {
-            "regenerate.prompts": prompts,
             "regenerate.by_server": bool(config.server),
             "target": job.target_inputs,
         }

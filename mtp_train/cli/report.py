@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_train.checkpoint.heads import read_card
+from mtp_train.cli.features import tell_other_text
 from mtp_train.cli.job import Job
 from mtp_train.cli.run_folder import RunFolder, run_stage
 from mtp_train.core.errors import UserError
@@ -60,6 +61,7 @@ def stage(job: Job) -> None:
     before = {
         f"{name}.outputs": job.folder.require(name)["outputs"] for name in ("evaluate", "train")
     }
+    tell_other_text(job, "report")
     found = inputs(before) | inputs({"seconds": job.folder.seconds("report")}, END)
     run_stage(job.folder, "report", found, lambda: _work(job), job.process.ranks, alone=True)
 

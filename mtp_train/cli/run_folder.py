@@ -8,7 +8,7 @@ Of inputs that changed, `core.keys` says what they change: work goes on, is set 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,6 +167,7 @@ def run_stage(
     whole: Callable[[], bool] = lambda: True,
     files: Sequence[Path] = (),
     kept: str = "",
+    earlier: Callable[[], Mapping[str, Any] | None] = lambda: None,
 ) -> None:
     """Run `work` unless the stage is done with these inputs; `work` returns what its outputs are (a digest's input).
 
@@ -179,13 +180,14 @@ def run_stage(
         alone: the main rank works, the others wait for it.
         files: those that the stamp records, and that must be there when `work` ends.
         kept: a pattern of others in the stage's folder that it records.
+        earlier: what work of an earlier version, whose stamp is a digest alone, says itself of its inputs.
     """
     place, ranks = folder.stage(name), ranks or Ranks()
     with ExitStack() as stack:
         if ranks.main:
             stack.enter_context(folder.held(name))
         ranks.wait()
-        found = _find(place, name, inputs)
+        found = _find(place, name, inputs, earlier)
         done = found.finished and not found.changed
         done = done and whole() and all(path.is_file() for path in files)
         changed = found.require_usable(folder, name) if not done else []
@@ -194,7 +196,7 @@ def run_stage(
             say(f"{name}: done before, inputs unchanged")
             return
         if ranks.main:
-            if found.unusable or (folder.restart and found.half_done):
+            if found.unusable or (folder.restart and found.refused(folder)):
                 _set_aside(place, found)
             claim(place, STAGE, OTHER_FOLDER)
             for difference in changed:
@@ -236,12 +238,17 @@ class _Found:
         """Whether it is a finished result of other inputs."""
         return self.finished and any(item.changes != END for item in self.changed)
 
+    def refused(self, folder: RunFolder) -> list[Difference]:
+        """What half-done work can't go on with; nothing where none is half done."""
+        taken = (END, SPREAD, STEPS) if folder.go_on else (END, SPREAD)
+        changed = self.changed if self.half_done else []
+        return [item for item in changed if item.changes not in taken]
+
     def require_usable(self, folder: RunFolder, name: str) -> list[Difference]:
         """Raise if half-done work is of other inputs; returns those that it goes on with."""
-        if self.unusable or folder.restart or not self.half_done:
+        refused = self.refused(folder)
+        if self.unusable or not self.half_done or (folder.restart and refused):
             return []
-        taken = (END, SPREAD, STEPS) if folder.go_on else (END, SPREAD)
-        refused = [item for item in self.changed if item.changes not in taken]
         if refused:
             steps = all(item.changes == STEPS for item in refused)
             raise UserError(
@@ -254,7 +261,9 @@ class _Found:
         return self.changed
 
 
-def _find(place: Path, name: str, inputs: Inputs) -> _Found:
+def _find(
+    place: Path, name: str, inputs: Inputs, earlier: Callable[[], Mapping[str, Any] | None]
+) -> _Found:
     stamp, begun = place / STAMP, place / BEGUN
     note = stamp if stamp.is_file() else begun
     half = not stamp.is_file() and any(
@@ -263,8 +272,10 @@ def _find(place: Path, name: str, inputs: Inputs) -> _Found:
     if not note.is_file():
         return _Found(False, half, [_unknown()] if half else [])
     told = read_json(note)
-    changed = differences(told["values"], inputs) if "values" in told else [_unknown()]
-    return _Found(stamp.is_file(), half, changed)
+    noted = told["values"] if "values" in told else earlier()
+    changed = [_unknown()] if noted is None else differences(noted, inputs)
+    proven = "values" in told or bool(changed)  # else the work itself looks at what it goes on from
+    return _Found(stamp.is_file() and proven, half, changed)
 
 
 def _unknown() -> Difference:

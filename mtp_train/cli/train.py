@@ -30,7 +30,7 @@ from mtp_train.cli.job import PRECISIONS, Job
 from mtp_train.cli.main import dispatch, guarded
 from mtp_train.cli.run_folder import run_stage
 from mtp_train.core.errors import UserError
-from mtp_train.core.keys import SPREAD, Inputs, config_inputs, inputs
+from mtp_train.core.keys import SPREAD, Inputs, config_inputs, inputs, plain
 from mtp_train.core.provenance import file_digest
 from mtp_train.heads.families import build_head
 from mtp_train.heads.start import FITTED
@@ -40,6 +40,7 @@ from mtp_train.train.config import TrainConfig
 from mtp_train.train.fitted import fit_projections
 from mtp_train.train.loop import CURVES, train
 from mtp_train.train.parallel import launched_strategy
+from mtp_train.train.state import noted_values
 
 
 def stage(job: Job) -> None:
@@ -64,15 +65,23 @@ def fit(job: Job) -> None:
     out = job.folder.stage("train")
     for place in (job.folder.head, out / BEST):
         require_own_checkpoint(place)
+    wanted = _inputs(job, config, head_config, before)
     run_stage(
         job.folder,
         "train",
-        _inputs(job, config, head_config, before),
+        wanted,
         lambda: _work(job, config, head_config),
         job.process.ranks,
         whole=(job.folder.head / TENSORS).is_file,
         files=[job.folder.head / CARD, out / CURVES],
+        earlier=lambda: _inputs_of_newest(job, wanted),
     )
+
+
+def _inputs_of_newest(job: Job, wanted: Inputs) -> dict[str, Any] | None:
+    """What the newest checkpoint was made with; of data and target, training itself looks at what it resumes from."""
+    found = find_checkpoints(job.folder.stage("train") / "checkpoints")
+    return plain(wanted) | noted_values(read_card(found[-1])) if found else None
 
 
 def _inputs(job: Job, config: TrainConfig, head_config: Any, features: str) -> Inputs:
@@ -82,8 +91,8 @@ def _inputs(job: Job, config: TrainConfig, head_config: Any, features: str) -> I
         features: digest of precompute's outputs.
     """
     found = config_inputs("train", config) | config_inputs("head", head_config)
-    if config.keep == "best":
-        found |= inputs({"train.online_eval": asdict(config.online_eval)}, SPREAD)
+    best_by = list(asdict(config.online_eval).values()) if config.keep == "best" else []
+    found |= inputs({"train.best_by": best_by}, SPREAD)
     return found | inputs(
         {
             "precompute.outputs": features,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from typing import Any, get_type_hints
 
 RESULT = "result"  # work that was begun with another value is no part of this result
 STEPS = "steps"  # as RESULT, but go_on=true takes the new value from the next step on
@@ -31,10 +31,18 @@ def key(default: Any, changes: str) -> Any:
 
 @dataclass(frozen=True)
 class Value:
-    """One input of a stage: what it is, and what another value changes."""
+    """One input of a stage.
+
+    Attributes:
+        changes: what another value changes.
+        new: what it changes where none was noted.
+        default: what counts as noted where none was: an earlier version may not have had the key.
+    """
 
     value: Any
     changes: str = RESULT
+    new: str = RESULT
+    default: Any = None
 
 
 Inputs = dict[str, Value]  # dotted key -> value
@@ -51,13 +59,35 @@ def config_inputs(prefix: str, config: Any) -> Inputs:
         if is_dataclass(value):
             found |= config_inputs(f"{prefix}.{item.name}", value)
         else:
-            found |= inputs({f"{prefix}.{item.name}": value}, changes)
+            defaults = dict(_flat({f"{prefix}.{item.name}": _default(item)}))
+            found |= {
+                name: Value(one, changes, changes, defaults.get(name))
+                for name, one in _flat({f"{prefix}.{item.name}": value})
+            }
     return found
 
 
-def inputs(values: Mapping[str, Any], changes: str = RESULT) -> Inputs:
-    """Inputs that are no configuration, such as digests of files; dicts by their own keys."""
-    return {name: Value(value, changes) for name, value in _flat(values)}
+def effects(prefix: str, cls: Any) -> dict[str, str]:
+    """What each key of a configuration's dataclass changes; of nested ones what the outer key says."""
+    hints = get_type_hints(cls)
+    found: dict[str, str] = {}
+    for item in fields(cls):
+        name, changes = f"{prefix}{item.name}", item.metadata.get(CHANGES)
+        if is_dataclass(hints[item.name]):
+            inner = effects(f"{name}.", hints[item.name])
+            found |= dict.fromkeys(inner, changes) if changes else inner
+        else:
+            found[name] = changes or RESULT
+    return found
+
+
+def inputs(values: Mapping[str, Any], changes: str = RESULT, new: str = RESULT) -> Inputs:
+    """Inputs that are no configuration, such as digests of files; dicts by their own keys.
+
+    Args:
+        new: what a value changes where none was noted, such as that of one more set.
+    """
+    return {name: Value(value, changes, new) for name, value in _flat(values)}
 
 
 def plain(found: Inputs) -> dict[str, Any]:
@@ -84,21 +114,25 @@ class Difference:
 def differences(before: Mapping[str, Any], now: Inputs) -> list[Difference]:
     """Keys that differ from values that were noted earlier, by name."""
     current = plain(now)
-    return [
-        Difference(
-            name,
-            before.get(name),
-            current.get(name),
-            now[name].changes if name in now else RESULT,
-        )
-        for name in sorted({*before, *current})
-        if before.get(name) != current.get(name)
-    ]
+    found = []
+    for name in sorted({*before, *current}):
+        wanted = now.get(name, Value(None))
+        noted = before.get(name, wanted.default)
+        if noted != current.get(name):
+            changes = wanted.changes if name in before else wanted.new
+            found.append(Difference(name, noted, current.get(name), changes))
+    return found
+
+
+def _default(item: Field[Any]) -> Any:
+    if item.default_factory is not MISSING:
+        return item.default_factory()
+    return None if item.default is MISSING else item.default
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mtp_train.core.errors import UserError
-from mtp_train.core.keys import SPREAD, key
+from mtp_train.core.keys import END, key
 
 VERIFICATIONS = ("rejection", "one_hot", "typical")
 ORDERS = ("overlapped", "plain")
@@ -32,17 +32,17 @@ class EngineConfig:
         alphas: measure sum over tokens of min(p, q) at every draft position that is reached.
     """
 
-    max_batch: int = 64
-    page_size: int = 16
+    max_batch: int = key(64, END)
+    page_size: int = key(16, END)
     cache_rows: int = 32768
-    prefill_rows: int = 2048
+    prefill_rows: int = key(2048, END)
     verification: str = "rejection"
     mixed_drafts: bool = True
-    share_prefixes: bool = True
-    order: str = "overlapped"
-    attention: str = "auto"
+    share_prefixes: bool = key(True, END)
+    order: str = key("overlapped", END)
+    attention: str = key("auto", END)
     alphas: bool = False
-    tensor_parallel: int = key(1, SPREAD)
+    tensor_parallel: int = key(1, END)
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "page_size", "cache_rows", "prefill_rows", "tensor_parallel"):

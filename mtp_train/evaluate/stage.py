@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -61,16 +61,16 @@ class EvaluateConfig:
     depth: int = 3
     top_k: int = 4
     max_new_tokens: int = 128
-    temperature: float = 1.0
-    sampled_prompts: int = 1000
-    temperatures: list[float] = field(default_factory=list)
-    ks: list[int] = field(default_factory=list)
-    grid_prompts: int = 32
+    temperature: float = key(1.0, END)
+    sampled_prompts: int = key(1000, END)
+    temperatures: list[float] = key(list, END)
+    ks: list[int] = key(list, END)
+    grid_prompts: int = key(32, END)
     speed_prompts: int = key(6, END)
     speed_batches: list[int] = key(lambda: [1, 4, 16], END)
     cost_batches: list[int] = key(lambda: [1, 4, 16, 64], END)
     cost_repeats: int = key(5, END)
-    lossless_prompts: int = 1000
+    lossless_prompts: int = key(1000, END)
     lossless_tokens: int = 128
     reference_prompts: int = key(4, END)
     examples: int = key(6, END)

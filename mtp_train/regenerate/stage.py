@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mtp_train.core.errors import UserError
-from mtp_train.core.keys import CHANGES, NOTHING, key
+from mtp_train.core.keys import CHANGES, END, NOTHING, key
 from mtp_train.core.owned import atomic_path, remove_file
 from mtp_train.core.progress import progress, say
 from mtp_train.core.records import Accounting
@@ -43,7 +43,7 @@ class RegenerateConfig:
     """
 
     prompts: dict[str, Any] = field(metadata={CHANGES: NOTHING})  # their content counts
-    limits: dict[str, int]
+    limits: dict[str, int] = field(metadata={CHANGES: END})
     max_new_tokens: int = 256
     temperature: float = 0.0
     seed: int = 0

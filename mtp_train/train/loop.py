@@ -314,6 +314,7 @@ class _Trainer:
             quantisation=self.target.quantisation,
             identity=self.target.identity,
             config=asdict(self.config),
+            changed=[row for row in self.curves if "changed" in row],
             measured=self._measured_now(),
         )
 

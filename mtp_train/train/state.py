@@ -19,14 +19,25 @@ from mtp_train.checkpoint.heads import (
     save_checkpoint,
 )
 from mtp_train.core.errors import UserError
-from mtp_train.core.keys import RESULT, STEPS, Difference, config_inputs, differences, inputs, plain
+from mtp_train.core.keys import (
+    NOTHING,
+    RESULT,
+    STEPS,
+    config_inputs,
+    differences,
+    effects,
+    inputs,
+    plain,
+)
 from mtp_train.core.provenance import read_json, require_files
 from mtp_train.heads.base import DraftHead
+from mtp_train.heads.families import family_of
 from mtp_train.train.config import TrainConfig
 
 OPTIMIZER = "optimizer.safetensors"
 AVERAGE = "average.safetensors"
 PROGRESS = "progress.json"
+BEGINNINGS = {"train.warm_start", "head.path"}
 
 
 @dataclass(frozen=True)
@@ -111,15 +122,15 @@ def load_state(
         f"delete {newest} and train again: an older one is there",
     )
     progress = Progress(**read_json(newest / PROGRESS))
-    differ = changes(card.config, config)
-    if (
-        any(item.changes == RESULT for item in differ)
-        or card.head != asdict(head.config)
-        or progress.data_digest != data_digest
-    ):
+    wanted = config_inputs("train", config) | config_inputs("head", head.config)
+    wanted |= inputs({"data": data_digest})
+    noted = plain(wanted) | noted_values(card) | {"data": progress.data_digest}
+    differ = differences(noted, wanted)
+    refused = [item for item in differ if item.changes == RESULT]
+    if refused:
         raise UserError(
             "a checkpoint to resume from must have this run's configuration and data",
-            newest,
+            f"{newest}: {', '.join(map(str, refused))}",
             "undo the change, or train in another folder",
         )
     head.load_state_dict(load_tensors(newest / TENSORS, head.state_dict()))
@@ -131,8 +142,13 @@ def load_state(
     return Saved(progress, load_file(newest / OPTIMIZER))
 
 
-def changes(noted: dict[str, Any], config: TrainConfig) -> list[Difference]:
-    """Keys of a checkpoint's configuration that have another value now; what it does not name is at its default."""
-    now = config_inputs("train", config)
-    known = plain(config_inputs("train", TrainConfig())) | plain(inputs({"train": noted}))
-    return differences({name: value for name, value in known.items() if name in now}, now)
+def noted_values(card: HeadCard) -> dict[str, Any]:
+    """What a card says of how its head is made and trained, by key; not what only began it, of no use to a resume."""
+    noted = plain(inputs({"train": card.config, "head": card.head}))
+    known = effects("train.", TrainConfig) | effects("head.", family_of(card.family).config)
+    kept = {name for name, changes in known.items() if changes != NOTHING} - BEGINNINGS
+    return {
+        name: value
+        for name, value in noted.items()
+        if any(name == one or name.startswith(f"{one}.") for one in kept)
+    }
