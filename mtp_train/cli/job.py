@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -153,7 +154,7 @@ class Job:
     def __init__(self, overrides: list[str], process: Process | None = None) -> None:
         self.process = process or Process()
         self.config = load_config(overrides)
-        self.command = " ".join(["mtp-train", *overrides])
+        self.command = shlex.join(["mtp-train", *overrides])
         top = {item.name for item in fields(RunConfig)}
         self.run: RunConfig = section(
             {"the run": {key: self.config[key] for key in top}}, "the run", RunConfig
