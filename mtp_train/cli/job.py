@@ -124,10 +124,12 @@ class Process:
     Attributes:
         targets: by path, dtype, quantisation and how much of it, "whole" or "ends".
         digests: of a target folder's weights and texts, by path and quantisation.
+        launched: the strategy that the launcher's config file names; None before it is read, which is done once.
     """
 
     targets: dict[tuple[str, str, str, str], Target] = field(default_factory=dict)
     digests: dict[tuple[str, str], tuple[str, list[str]]] = field(default_factory=dict)
+    launched: str | None = None
 
     @cached_property
     def ranks(self) -> Ranks:

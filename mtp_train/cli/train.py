@@ -13,7 +13,7 @@ from torch import distributed
 
 from mtp_train.checkpoint.heads import CARD, TENSORS, read_card, warm_start
 from mtp_train.cli.features import open_features, require_current, trained_counts
-from mtp_train.cli.job import PRECISIONS, Job
+from mtp_train.cli.job import PRECISIONS, Job, Process
 from mtp_train.cli.main import dispatch, guarded
 from mtp_train.cli.run_folder import run_stage
 from mtp_train.core.errors import UserError
@@ -22,7 +22,7 @@ from mtp_train.heads.families import build_head
 from mtp_train.models.target import target_hash
 from mtp_train.train.config import TrainConfig
 from mtp_train.train.loop import CURVES, train
-from mtp_train.train.parallel import launched_strategy
+from mtp_train.train.parallel import launched_strategy, require_library
 from mtp_train.train.state import unspread
 
 
@@ -39,7 +39,9 @@ def part() -> None:
 
 def fit(job: Job) -> None:
     """The stage, one of several of a process: their process group stays."""
-    config = _launched(job.section("train", TrainConfig))
+    config = _launched(job.section("train", TrainConfig), job.process)
+    if job.process.ranks.world > 1:
+        require_library(config.parallel)
     head_config = job.head_config
     before = job.folder.require("precompute")["outputs"]
     require_current(job, before)
@@ -70,9 +72,11 @@ def begun_from(head_config: Any) -> list[str]:
     return [target_hash(path)] if path else []
 
 
-def _launched(config: TrainConfig) -> TrainConfig:
+def _launched(config: TrainConfig, process: Process) -> TrainConfig:
     """The configuration with the strategy of the launcher's config file, if that names one."""
-    launched = launched_strategy(os.environ)
+    if process.launched is None:
+        process.launched = launched_strategy(os.environ)
+    launched = process.launched
     if not launched or launched == config.parallel:
         return config
     if config.parallel != TrainConfig.parallel:
