@@ -208,13 +208,19 @@ def test_the_command_line_replaces_a_recipes_source_whole(recipe: Callable[[Any]
     assert load_config([line, "evaluate.ks=[4]"])["evaluate"]["ks"] == [4], "lists replace"
 
 
-def test_a_recipe_chooses_a_head_and_sets_its_keys(recipe: Callable[[Any], str]) -> None:
+def test_a_recipe_chooses_a_head_and_sets_its_keys(
+    recipe: Callable[[Any], str], capsys: pytest.CaptureFixture[str]
+) -> None:
     line = recipe({"head": "draft_model", "head.path": "a/b", "train": {"loss.kl": 2}})
     config = load_config([line, "target.path=x"])
     assert (config["head"]["family"], config["head"]["path"]) == ("draft_model", "a/b")
     assert config["train"]["loss"]["kl"] == 2 and config["train"]["loss"]["smooth_l1"] == 0.0
-    with pytest.raises(UserError, match=r"received head\.path \(in recipe mine\)"):
-        load_config([line, "target.path=x", "head=mtp"])
+    assert capsys.readouterr().err == ""
+    other = load_config([line, "target.path=x", "head=mtp"])["head"]
+    assert other["family"] == "mtp" and "path" not in other
+    assert "left out are the recipe's values of its own head, {'head.path': 'a/b'}" in (
+        capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from mtp_train.cli import overrides as grammar
 from mtp_train.cli.overrides import OTHER, SOURCE, TEXT, Alternatives, read_override, read_value
 from mtp_train.core.errors import UserError, did_you_mean, nearest
+from mtp_train.core.progress import say
 
 T = TypeVar("T")
 SOURCES = ("data.sets", "evaluate.sets", "regenerate.prompts")  # hold sources by name
@@ -35,7 +36,10 @@ def load_config(overrides: list[str]) -> dict[str, Any]:
     chosen = {key: value for key, value in recipe.items() if key in known and type(value) is str}
     values = {key: value for key, value in recipe.items() if key not in chosen}
     typed = {line.key: line.text for line in lines if line.key in known and line.text is not None}
-    chosen |= {key: read_value(key, text, OTHER) for key, text in typed.items()}
+    wanted = {key: read_value(key, text, OTHER) for key, text in typed.items()}
+    for group in _other_options(chosen, wanted):
+        values = _without(group, values, f"recipe {name}, {group}={wanted[group]}")
+    chosen |= wanted
     config = Composition(chosen)
     for key, value in values.items():
         config.set(_parts(key), value, f" (in recipe {name})")
@@ -43,6 +47,20 @@ def load_config(overrides: list[str]) -> dict[str, Any]:
         if line.key not in (*known, "recipe"):
             config.override(line.key, line.text)
     return config.resolved() | {"recipe": name}
+
+
+def _other_options(chosen: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """Groups of which the command line wants another option than a recipe that chose these."""
+    usual = {"head": "mtp"} | dict(chosen)
+    return [group for group, option in wanted.items() if option != usual.get(group, option)]
+
+
+def _without(group: str, values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A recipe's values but those of `group`, which are another option's; what is left out is said."""
+    mine = {key: value for key, value in values.items() if key.split(".")[0] == group}
+    if mine:
+        say(f"{where}: left out are the recipe's values of its own {group}, {mine}")
+    return {key: value for key, value in values.items() if key not in mine}
 
 
 class Composition:
