@@ -1,8 +1,7 @@
-"""Every command leaves what is not its own as it is, and half-done work goes on, is refused or is set aside."""
+"""Every command leaves what is not its own as it is; finished work is not done again where little changed."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
@@ -13,18 +12,14 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from test_cli import mistake, overrides, save_target, write_prompts
 
-from mtp_train.cli import job
 from mtp_train.cli.clean import OWN, WRITTEN
 from mtp_train.cli.main import STAGES, dispatch, guarded
 from mtp_train.cli.run_folder import RunFolder, run_stage
 from mtp_train.core.dist import Ranks
 from mtp_train.core.errors import UserError
-from mtp_train.core.keys import CHANGES, EFFECTS, RESULT, config_inputs, inputs
-from mtp_train.heads.families import FAMILIES
+from mtp_train.core.keys import inputs
 from mtp_train.models import gguf_target
 from mtp_train.models.target import Target
-from mtp_train.train import loop
-from mtp_train.train.config import TrainConfig
 
 CHATS = b'{"messages": "the only copy of the user"}\n'
 
@@ -210,141 +205,7 @@ def test_a_second_run_uses_the_firsts_features_or_is_refused(
     assert guarded(lambda: dispatch("precompute", overrides(copy, out))) == 0, "the first's own"
 
 
-# --- half-done training ---------------------------------------------------------------------------------------
-
-
-class Killed(BaseException):
-    """Stands for kill -9 in the middle of training."""
-
-
-def train(folder: Path, *more: str) -> int:
-    return guarded(lambda: dispatch("train", overrides(folder, "train.checkpoints=100", *more)))
-
-
-@pytest.fixture(scope="module")
-def killed(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose training was killed in its third step."""
-    folder = tmp_path_factory.mktemp("killed")
-    for name in ("target", "prompts"):
-        (folder / name).symlink_to(finished / name)
-    left_out = shutil.ignore_patterns("train.before*", "evaluate", "report", "export", "head")
-    shutil.copytree(finished / "run", folder / "run", ignore=left_out)
-    shutil.rmtree(folder / "run" / "train")
-    original = loop._Trainer._optimize
-
-    def optimize(self: Any, window: Any) -> Any:
-        if self.step == 2:
-            raise Killed
-        return original(self, window)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop._Trainer, "_optimize", optimize)
-        with pytest.raises(Killed):
-            train(folder)
-    assert (folder / "run" / "train" / "checkpoints" / "step-00000002").is_dir()
-    return folder
-
-
-@pytest.fixture
-def half(killed: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
-    return Path(shutil.copytree(killed, tmp_path / "half", symlinks=True))
-
-
-ONLINE = ("train.online_eval.every=2", "train.online_eval.max_new_tokens=4")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        ("train.validations=2", "train.explode=50", "train.checkpoints=2", "threads=1", *ONLINE),
-        ("train.keep=best", *ONLINE),
-    ],
-)
-def test_training_goes_on_where_the_result_is_the_same(
-    change: tuple[str, ...],
-    half: Path,
-    finished: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    capsys.readouterr()
-    assert train(half, *change) == 0
-    assert "train: resumed after step 2" in capsys.readouterr().err
-    if "train.keep=best" not in change:
-        ours, unbroken = (
-            (folder / "run" / "train" / "head" / "head.safetensors").read_bytes()
-            for folder in (half, finished)
-        )
-        assert ours == unbroken
-
-
-def test_training_with_another_result_is_refused_by_name_and_set_aside_when_asked(
-    half: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = snapshot(half / "run" / "train")
-    capsys.readouterr()
-    assert train(half, "train.seed=5", "train.loss.kl=0.5") == 2
-    said = capsys.readouterr().err
-    assert "train.loss.kl 1.0 -> 0.5; train.seed 0 -> 5" in said
-    assert "restart=true" in said and "go_on" not in said
-    assert snapshot(half / "run" / "train") == before
-    with monkeypatch.context() as patch:
-        patch.setattr(loop._Trainer, "_finish", lambda _self: (_ for _ in ()).throw(Killed()))
-        with pytest.raises(Killed):
-            train(half, "train.seed=5", "restart=true")
-    assert snapshot(half / "run" / "train.before-1") == before
-    assert train(half, "train.seed=6", "restart=true") == 0
-    assert "seed 5 -> 6" in capsys.readouterr().err.replace("train.seed", "seed")
-    assert snapshot(half / "run" / "train.before-1") == before
-    assert (half / "run" / "train.before-2" / "checkpoints").is_dir()
-
-
-def test_the_alarms_advice_works(
-    copy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A loss that explodes stops training; a lower rate goes on from the last checkpoint."""
-    shutil.rmtree(copy / "run" / "train")
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "exploded", lambda _loss, curves, _factor: len(curves) > 3)
-        assert train(copy) == 2
-    advice = capsys.readouterr().err
-    assert "lower train.learning_rate and add go_on=true" in advice
-    step = max(path.name for path in (copy / "run" / "train" / "checkpoints").iterdir())
-    kept = snapshot(copy / "run" / "train" / "checkpoints" / step)
-    assert train(copy, "train.learning_rate=1e-4") == 2
-    refusal = capsys.readouterr().err
-    assert "train.learning_rate 0.001 -> 0.0001" in refusal and "add go_on=true" in refusal
-    assert snapshot(copy / "run" / "train" / "checkpoints" / step) == kept
-    assert train(copy, "train.learning_rate=1e-4", "go_on=true") == 0
-    said = capsys.readouterr().err
-    assert "train: goes on with train.learning_rate 0.001 -> 0.0001" in said
-    assert f"train: resumed after step {int(step[5:])}" in said
-    rows = [json.loads(line) for line in (copy / "run/train/curves.jsonl").read_text().splitlines()]
-    (changed,) = [row for row in rows if "changed" in row]
-    assert changed == {"step": int(step[5:]), "changed": {"train.learning_rate": [1e-3, 1e-4]}}
-    assert guarded(lambda: dispatch("report", overrides(copy))) in (0, 2)  # reads such curves
-
-
-def test_a_finished_head_is_chosen_again_without_training(
-    copy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """train.keep decides at the end: the best head is there, and no step is taken again."""
-    capsys.readouterr()
-    assert train(copy, *ONLINE, "restart=true") == 0
-    assert "train: done before" in capsys.readouterr().err, "measuring changes no head"
-    shutil.rmtree(copy / "run" / "train")
-    assert train(copy, *ONLINE) == 0
-    monkeypatch.setattr(
-        loop._Trainer, "_optimize", lambda *_: pytest.fail("a step was taken again")
-    )
-    evaluation = (copy / "run" / "evaluate" / "evaluation.json").read_bytes()
-    capsys.readouterr()
-    best = (copy / "run" / "train" / "best" / "head.safetensors").read_bytes()
-    status = train(copy, *ONLINE, "train.keep=best")
-    said = capsys.readouterr().err
-    assert status == 0, said
-    assert (copy / "run" / "train" / "head" / "head.safetensors").read_bytes() == best
-    assert (copy / "run" / "evaluate" / "evaluation.json").read_bytes() == evaluation
+# --- finished work --------------------------------------------------------------------------------------------
 
 
 def test_an_evaluation_with_other_examples_keeps_its_completions(
@@ -364,51 +225,6 @@ def _only_finished(work: Any) -> Any:
         work(self, name, prompts, lambda: pytest.fail(f"{name} was completed again"), *rest)
 
     return wrapped
-
-
-# --- what features were made of -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def own_data(finished: Path, tmp_path: Path) -> tuple[Path, list[str]]:
-    """A run that precompute made of the user's own chats, and its arguments."""
-    folder = tmp_path
-    (folder / "target").symlink_to(finished / "target")
-    for name, word in (("train", "bird"), ("heldout", "fish")):
-        rows = [
-            {
-                "messages": [
-                    {"role": "user", "content": f"{word} {n}?"},
-                    {"role": "assistant", "content": f"{n} is it"},
-                ]
-            }
-            for n in range(4)
-        ]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sets = [f"data.sets.{name}={folder / name}.jsonl" for name in ("train", "heldout")]
-    arguments = [item for item in overrides(folder) if "prompts." not in item] + sets
-    assert guarded(lambda: dispatch("precompute", arguments)) == 0
-    return folder, arguments
-
-
-def test_training_names_data_that_is_not_what_its_features_were_made_of(
-    own_data: tuple[Path, list[str]],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    folder, arguments = own_data
-    with monkeypatch.context() as patch:
-        patch.setattr(Target, "load", lambda *_a, **_k: pytest.fail("a target was loaded"))
-        line = mistake(capsys, "train", *arguments, "data.max_tokens=77")
-        assert "data.max_tokens 4096 -> 77" in line and "run precompute again" in line
-        path = folder / "train.jsonl"
-        text = path.read_text()
-        path.write_text(text.replace("bird", "cat"))
-        assert "data.sets.train" in mistake(capsys, "train", *arguments)
-        path.unlink()
-        assert "train.jsonl" in mistake(capsys, "train", *arguments)
-    elsewhere = [item for item in arguments if "data.sets" not in item]
-    assert guarded(lambda: dispatch("train", elsewhere)) == 0, "features without their data"
 
 
 # --- several ranks --------------------------------------------------------------------------------------------
@@ -450,72 +266,6 @@ def test_every_stage_of_files_alone_is_done_by_one_rank(
         dispatch(stage, overrides(copy))
     assert {name: more["alone"] for name, more in asked.items()} == dict.fromkeys(asked, True)
     assert len(asked) == 3
-
-
-# --- keys -----------------------------------------------------------------------------------------------------
-
-NOT_RESULT = {
-    "target": {"path": "nothing", "device": "nothing", "trust_remote_code": "nothing"},
-    "the run": {
-        **dict.fromkeys(("run", "threads", "trackers", "restart", "go_on"), "nothing"),
-    },
-    "regenerate": dict.fromkeys(
-        ("prompts", "server", "concurrency", "timeout", "retries"), "nothing"
-    ),
-    "data": {"sets": "nothing"},
-    "plan": dict.fromkeys(
-        ("tokens", "ranks", "tokens_per_second", "tflops", "allow_shortfall", "stage_seconds"),
-        "nothing",
-    ),
-    "precompute": {"out": "nothing", "tensor_parallel": "nothing", "gate_sequences": "end"},
-    "train": {
-        **dict.fromkeys(
-            ("parallel", "warm_start", "validations", "checkpoints", "online_eval", "explode"),
-            "nothing",
-        ),
-        **dict.fromkeys(
-            (
-                *("learning_rate", "warmup_steps", "beta1", "beta2", "weight_decay", "clip"),
-                "feature_noise",
-            ),
-            "steps",
-        ),
-        "accumulation": "spread",
-        "keep": "end",
-    },
-    "engine": {"tensor_parallel": "spread"},
-    "evaluate": {
-        "sets": "nothing",
-        **dict.fromkeys(
-            (
-                *("speed_prompts", "speed_batches", "cost_batches", "cost_repeats"),
-                *("reference_prompts", "examples"),
-            ),
-            "end",
-        ),
-    },
-    "export": {"format": "end"},
-    "sweep": {"name": "nothing", "metric": "nothing"},
-}
-
-
-def test_every_key_says_what_it_changes() -> None:
-    """A key that says nothing changes the result; those that do not are listed here, each on purpose."""
-    classes = job.SECTIONS | {"target": job.TargetConfig, "the run": job.RunConfig}
-    found = {}
-    for name, cls in classes.items():
-        effects = {f.name: f.metadata.get(CHANGES, RESULT) for f in dataclasses.fields(cls)}
-        assert set(effects.values()) <= set(EFFECTS)
-        found[name] = {key: value for key, value in effects.items() if value != RESULT}
-    assert found == NOT_RESULT
-    for family in FAMILIES.values():
-        assert not any(CHANGES in item.metadata for item in dataclasses.fields(family.config))
-
-
-def test_inputs_of_a_configuration_are_its_keys() -> None:
-    found = config_inputs("train", TrainConfig())
-    assert found["train.loss.kl"].changes == "result" and found["train.keep"].changes == "end"
-    assert "train.online_eval.every" not in found and "train.validations" not in found
 
 
 # --- clean ----------------------------------------------------------------------------------------------------
