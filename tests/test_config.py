@@ -15,7 +15,6 @@ from mtp_train.cli.config import load_config, section, sweep_alternatives
 from mtp_train.cli.job import Job
 from mtp_train.cli.main import dispatch, guarded
 from mtp_train.cli.overrides import quoted
-from mtp_train.core.errors import UserError
 from mtp_train.models.target import Target
 from mtp_train.store.shards import FeatureStore
 from mtp_train.text.sources import DataConfig
