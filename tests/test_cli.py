@@ -858,6 +858,44 @@ def test_a_set_of_prompts_that_was_dropped_is_not_measured(
     assert set(evaluation["sets"]) == {"heldout"}
 
 
+def counted_rows(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Keys of the answers and completions that are made from now on."""
+    append, made = Journal.append, []
+
+    def counted(journal: Journal, row: dict) -> None:
+        made.append(row["id"])
+        append(journal, row)
+
+    monkeypatch.setattr(Journal, "append", counted)
+    return made
+
+
+def test_what_is_made_of_completions_takes_none_of_them_away(
+    capsys: pytest.CaptureFixture[str],
+    pipeline: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, made = copied(pipeline, tmp_path), counted_rows(monkeypatch)
+    changes = ("evaluate.examples=1", "evaluate.sampled_prompts=1", "engine.max_batch=2")
+    assert again(capsys, folder, *changes, stage="evaluate") == {"evaluate": True}
+    evaluation = json.loads((folder / "run" / "evaluate" / "evaluation.json").read_text())
+    assert len(evaluation["examples"]) == 1
+    assert made == [] and not list((folder / "run").glob("evaluate.before*"))
+
+
+def test_a_higher_limit_asks_the_further_prompts_alone(
+    pipeline: Path, fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limited = "+regenerate.limits.train=4"
+    assert guarded(lambda: dispatch("regenerate", overrides(fresh, limited))) == 0
+    made = counted_rows(monkeypatch)
+    assert guarded(lambda: dispatch("regenerate", overrides(fresh))) == 0
+    assert len(made) == 2
+    answers = [folder / "run" / "regenerate" / "train.jsonl" for folder in (fresh, pipeline)]
+    assert answers[0].read_bytes() == answers[1].read_bytes()
+
+
 def test_changed_prompts_are_answered_again(
     capsys: pytest.CaptureFixture[str], pipeline: Path, tmp_path: Path
 ) -> None:
