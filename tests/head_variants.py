@@ -60,12 +60,18 @@ VARIANTS: dict[str, Any] = {
     ),
     "draft_model-fewer": DraftModelConfig(model=SMALL_MODEL | {"vocab_size": 50}),
 }
+FROZEN: dict[str, Any] = {  # a part of it is not trained
+    "draft_model-frozen": DraftModelConfig(model=SMALL_MODEL, freeze_embedding=True),
+    "draft_model-tied-frozen": DraftModelConfig(
+        model=SMALL_MODEL | {"tie_word_embeddings": True}, freeze_embedding=True
+    ),
+}
 
 
 def make_variant(target: Target, name: str, seed: int = 0) -> DraftHead:
     """A head whose every parameter differs from its start, so that none may be ignored."""
     counts = torch.arange(target.vocab_size)
-    head = build_head(target, VARIANTS[name], seed, counts)
+    head = build_head(target, (VARIANTS | FROZEN)[name], seed, counts)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for parameter in head.parameters():

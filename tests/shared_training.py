@@ -2,9 +2,10 @@
 
 torchrun --nproc-per-node N shared_training.py FEATURES FOLDER TASK...
 
-A task is NAME:STRATEGY, NAME:STRATEGY:STOP or NAME:STRATEGY:STOP:medusa: train into FOLDER/NAME, going on from what is
-there, and stop in the step after STOP (0: never; below 0: the second rank is killed there, once). Each rank leaves a
-record of every task that it came through. A killed task that is launched again goes on to its end.
+A task is NAME:STRATEGY, NAME:STRATEGY:STOP or NAME:STRATEGY:STOP:HEAD (of head_variants, for one epoch and nothing
+measured on the way): train into FOLDER/NAME, going on from what is there, and stop in the step after STOP (0: never;
+below 0: the second rank is killed there, once). Each rank leaves a record of every task that it came through. A killed
+task that is launched again goes on to its end.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from head_variants import make_variant
 from torch import distributed
 from toys import make_target
 
+from mtp_train.heads.draft_model import DraftModelHead
 from mtp_train.store.shards import FeatureStore
 from mtp_train.train.config import TrainConfig
 from mtp_train.train.loop import _Trainer
@@ -46,6 +48,14 @@ TRAINING = TrainConfig(
     ema=0.9,
     online_eval=OnlineConfig(every=5, prompts=3, drafts=2, max_new_tokens=6),
 )
+QUICK: dict[str, Any] = {
+    "epochs": 1,
+    "rows": 100,
+    "loss": {"kl": 1.0},
+    "validations": 1,
+    "ema": 0.0,
+    "online_eval": OnlineConfig(),
+}
 
 
 class Stopped(Exception):
@@ -76,13 +86,13 @@ def run(
     """Train, or go on; returns what this rank saw."""
     target = make_target()
     config = replace(TRAINING, parallel=strategy, **changes)
-    if (
-        family == "medusa"
-    ):  # has lm_heads of its own, which are read outside of any module's forward
-        config = replace(config, rollout_steps=3, loss={"kl": 1.0})
     head = make_variant(target, family)
+    if family != "mtp":
+        steps = head.steps or (1 if isinstance(head, DraftModelHead) else 2)
+        config = replace(config, rollout_steps=steps, **QUICK)
     trainer = _Trainer(target, head, store, store, config, accelerator, out)
     keys: list[str] = []
+    begun = trainer.step
     trainer.strategy.accumulate = recording(trainer.strategy.accumulate, keys)  # type: ignore[method-assign]
     if int(stop):
         trainer.strategy.step = stopping(trainer, int(stop))  # type: ignore[method-assign]
@@ -94,6 +104,7 @@ def run(
     return {
         "world": world,
         "keys": keys,
+        "begun": begun,
         "strategy": type(trainer.strategy).__name__,
         "names": names,
         "optimized": sum(len(group["params"]) for group in trainer.strategy.groups),

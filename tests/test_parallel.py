@@ -18,20 +18,23 @@ import torch
 from accelerate import Accelerator
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from head_variants import FROZEN
 from safetensors.torch import load_file
 from shared_training import TRAINING, Stopped, run
 from toys import conversations, make_store, make_target
 
 from mtp_train.checkpoint.heads import TENSORS, find_checkpoints
+from mtp_train.cli.job import Process
 from mtp_train.cli.run_folder import RunFolder, run_stage
 from mtp_train.cli.train import _launched
 from mtp_train.core.errors import UserError
 from mtp_train.core.keys import config_inputs
+from mtp_train.models.target import eagle3_states
 from mtp_train.store.shards import FeatureStore
 from mtp_train.train.config import STRATEGIES, TrainConfig
 from mtp_train.train.loop import CURVES
 from mtp_train.train.order import Order
-from mtp_train.train.parallel import launched_strategy
+from mtp_train.train.parallel import launched_strategy, require_library
 from mtp_train.train.state import OPTIMIZER
 
 SHARDED = [name for name in STRATEGIES if name != "ddp"]
@@ -44,11 +47,22 @@ CHAIN = [
     "chain:zero3:8",
     "chain:ddp",
 ]
-MEDUSA = [f"medusa-{name}:{name}:0:medusa" for name in ("ddp", "fsdp2", "zero3")]
+# Every family but mtp, which all else here trains.
+HEADS = ["eagle", "eagle3", "medusa", "draft_model", "draft_model-tied", *FROZEN]
+# Each is broken off after a step and goes on; only the replicas of a family are trained in one go too.
+MATRIX = [
+    *(f"{head}-whole:ddp:0:{head}" for head in HEADS),
+    *(
+        f"{head}-{name}:{name}:{stop}:{head}"
+        for head in HEADS
+        for name in STRATEGIES
+        for stop in (1, 0)
+    ),
+]
 KILLED = f"killed:ddp:-{random.randint(1, 8)}"
 HALVES = ["halves:ddp:3", "halves:ddp"]
 # Those compared bit for bit come before DeepSpeed is loaded.
-TWO_RANKS = [*WHOLE[:1], KILLED, *HALVES, *WHOLE[1:], *CHAIN, "stopped:ddp:2", *MEDUSA]
+TWO_RANKS = [*WHOLE[:1], KILLED, *HALVES, *WHOLE[1:], *CHAIN, "stopped:ddp:2", *MATRIX]
 THREE_RANKS = ["three:ddp", "on-three:ddp"]
 
 
@@ -81,7 +95,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def features(place: Path) -> FeatureStore:
-    return make_store(place, make_target(), conversations(40, seed=3))
+    target = make_target()
+    states = ("post_norm", *eagle3_states(target.layers))
+    return make_store(place, target, conversations(40, seed=3), states=states)
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +122,9 @@ def steps(out: Path) -> list[dict[str, Any]]:
     return [row for row in rows if "loss" in row]
 
 
-def same_curve(out: Path, other: Path) -> None:
+def same_curve(out: Path, other: Path, least: int = 6) -> None:
     mine, theirs = steps(out), steps(other)
-    assert len(mine) == len(theirs) > 5
+    assert len(mine) == len(theirs) >= least
     for row, expected in zip(mine, theirs, strict=True):
         assert row["step"] == expected["step"]
         assert row["learning_rate"] == pytest.approx(expected["learning_rate"], rel=1e-12)
@@ -194,11 +210,19 @@ def test_two_ranks_of_which_one_is_killed_end_with_the_same_bytes(runs: Path) ->
     assert killed.read_bytes() == whole.read_bytes(), KILLED
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
-def test_a_head_with_its_own_lm_heads_is_sharded_too(runs: Path, strategy: str) -> None:
-    """They are read outside of any module's forward, where ZeRO-3 would not find them by itself."""
-    same_curve(runs / f"medusa-{strategy}", runs / "medusa-ddp")
-    same_head(runs / f"medusa-{strategy}", runs / "medusa-ddp")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("head", HEADS)
+def test_every_head_under_every_strategy_broken_off_and_gone_on(
+    runs: Path, head: str, strategy: str
+) -> None:
+    """Frozen parts have no moments; lm_heads are read outside of the forward of the module that holds them."""
+    out, whole = runs / f"{head}-{strategy}", runs / f"{head}-whole"
+    same_curve(out, whole, least=3)
+    same_head(out, whole)
+    for stop in (1, 0):
+        found = records(runs, f"{head}-{strategy}:{strategy}:{stop}:{head}")
+        assert [record["world"] for record in found] == [2, 2]
+        assert {record["begun"] for record in found} == {0 if stop else 1}, "gone on from there"
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -292,12 +316,34 @@ def test_the_launchers_strategy_is_not_contradicted(monkeypatch: pytest.MonkeyPa
     for wanted in ("ddp", "zero2"):
         monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
         monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
-        assert _launched(TrainConfig(parallel=wanted)).parallel == "zero2"
+        assert _launched(TrainConfig(parallel=wanted), Process()).parallel == "zero2"
         assert "ACCELERATE_USE_DEEPSPEED" not in os.environ
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(UserError, match=r"train\.parallel must be zero2"):
-        _launched(TrainConfig(parallel="fsdp2"))
-    assert _launched(TrainConfig(parallel="fsdp2")).parallel == "fsdp2"
+        _launched(TrainConfig(parallel="fsdp2"), Process())
+    assert _launched(TrainConfig(parallel="fsdp2"), Process()).parallel == "fsdp2"
+
+
+def test_every_job_of_a_process_has_the_launchers_strategy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A sweep under `accelerate launch --config_file fsdp2.yaml`."""
+    for name, value in (("ACCELERATE_USE_FSDP", "true"), ("FSDP_VERSION", "2")):
+        monkeypatch.setenv(name, value)
+    process = Process()
+    jobs = [_launched(TrainConfig(seed=seed), process) for seed in range(3)]
+    assert [job.parallel for job in jobs] == ["fsdp2"] * 3
+    assert "ACCELERATE_USE_FSDP" not in os.environ
+
+
+def test_a_missing_deepspeed_is_known_before_the_target_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mtp_train.train.parallel.find_spec", lambda _name: None)
+    for name in ("ddp", "fsdp2"):
+        require_library(name)
+    with pytest.raises(UserError, match="need DeepSpeed"):
+        require_library("zero1")
 
 
 def test_an_unknown_strategy_is_refused() -> None:

@@ -13,9 +13,10 @@ from toys import make_lively_target, make_tokenizer
 
 from mtp_train.core.errors import UserError
 from mtp_train.core.records import Accounting
+from mtp_train.dialogue.client_messages import reply_text
 from mtp_train.dialogue.journal import Journal
 from mtp_train.dialogue.plans import DROPPED, TOOLS, split_turns
-from mtp_train.dialogue.talks import reply_text, request_seed
+from mtp_train.dialogue.talks import request_seed
 from mtp_train.engine.engine import Engine, EngineConfig
 from mtp_train.engine.sequences import Batch, Request
 from mtp_train.engine.step import Step

@@ -43,10 +43,14 @@ SCHEMES: dict[str, Scheme] = {
     "mtp-modules": lambda target: ChainProposer(target, make_variant(target, "mtp-3-modules"), 3),
     "mtp-dynamic": lambda target: TreeProposer(target, make_variant(target, "mtp"), DYNAMIC),
     "eagle-chain": lambda target: ChainProposer(target, make_variant(target, "eagle"), 3),
-    "eagle-fixed": lambda target: TreeProposer(target, make_variant(target, "eagle"), FIXED),
+    "eagle-fixed": lambda target: TreeProposer(
+        target, make_variant(target, "eagle-2-layers"), FIXED
+    ),
     "eagle-dynamic": lambda target: TreeProposer(target, make_variant(target, "eagle"), DYNAMIC),
     "eagle3-chain": lambda target: ChainProposer(target, make_variant(target, "eagle3"), 3),
-    "eagle3-dynamic": lambda target: TreeProposer(target, make_variant(target, "eagle3"), DYNAMIC),
+    "eagle3-dynamic": lambda target: TreeProposer(
+        target, make_variant(target, "eagle3-2-layers"), DYNAMIC
+    ),
     "medusa-chain": lambda target: ChainProposer(target, make_variant(target, "medusa"), 3),
     "medusa-fixed": lambda target: TreeProposer(target, make_variant(target, "medusa"), FIXED),
     "medusa-dynamic": lambda target: TreeProposer(target, make_variant(target, "medusa"), DYNAMIC),

@@ -125,6 +125,16 @@ def test_a_manifest_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert json.loads(json.dumps(saved.contract.as_dict())) == saved.contract.as_dict()
 
 
+@pytest.mark.parametrize("name", ["identity", "quantisation"])
+def test_a_store_of_an_earlier_version_is_read(tmp_path: Path, name: str) -> None:
+    saved = write_store(tmp_path)
+    raw = json.loads((tmp_path / "manifest.json").read_text())
+    del raw["contract"][name]
+    (tmp_path / "manifest.json").write_text(json.dumps(raw))
+    assert load_manifest(tmp_path).contract == saved.contract
+    assert len(FeatureStore(tmp_path)) == len(CHATS)
+
+
 def test_one_state_too_few_is_our_own_mistake() -> None:
     with pytest.raises(AssertionError, match="one state per token"):
         encode_shard(CHATS, {"post_norm": rows_of(CHATS)[:-1]}, "raw")

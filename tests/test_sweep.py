@@ -18,9 +18,10 @@ import torch
 from test_cli import mistake, modified, overrides, save_target, write_prompts
 from torch.distributed import TCPStore
 
-from mtp_train.cli.config import alternatives, quoted
+from mtp_train.cli.config import sweep_alternatives
 from mtp_train.cli.job import Job
 from mtp_train.cli.main import dispatch, guarded
+from mtp_train.cli.overrides import quoted
 from mtp_train.cli.sweep import job_name
 from mtp_train.cli.sweep_table import Report, Row
 from mtp_train.core.dist import Ranks
@@ -439,7 +440,7 @@ def test_two_ranks_share_each_job_and_the_error_of_one(precomputed: Path, tmp_pa
 
 
 def test_the_grammar_is_hydras() -> None:
-    found = alternatives(
+    found = sweep_alternatives(
         [
             "head=glob(eagle*)",
             "train.seed=range(0, 3)",

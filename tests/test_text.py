@@ -651,6 +651,7 @@ def random_chat(random: Random, key: str, forged: bool = True) -> Conversation:
     for _ in range(random.randint(1, 6)):
         for role in ("user", "assistant"):
             content = "".join(random.choices(pieces, k=random.randint(1, 5)))
+            content = content if content.strip() else "ok"
             messages.append({"role": role, "content": content})
             if role == "assistant" and random.random() < 0.3:
                 messages[-1]["reasoning_content"] = random.choice(pieces[:9])

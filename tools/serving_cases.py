@@ -79,8 +79,6 @@ CASES = (
         plugin=True,
     ),
     Case("speculators", "speculators", EAGLE3, "speculators"),
-    Case("eagle_2_layers", "eagle", EagleConfig(layers=2), "eagle"),
-    Case("eagle3_2_layers", "eagle3", replace(EAGLE3, layers=2, norm_before_fc=True), "eagle3"),
     Case("stitched", "stitched", MtpConfig(), "mtp", beside=False, may_refuse=True),
     Case("medusa", "medusa", MedusaConfig(own_lm_heads=False), "medusa"),
     Case("draft_model", "draft_model", None, "draft_model"),

@@ -1,4 +1,4 @@
-"""`mtp-train clean RUN [NAME ...]`: what lies in a run folder, with sizes; removes what is named, and only our files."""
+"""`mtp-train clean RUN [NAME ...]`: what lies in a run folder, with sizes; removes our files of what is named."""
 
 from __future__ import annotations
 

@@ -1,135 +1,214 @@
 """Hydra composes, recipes overlay, dataclasses check. Nothing below `cli/` sees a config object.
 
 A recipe is `recipes/<name>/config.yaml`: values that stand between the defaults of `conf/` and the command line.
+Mappings merge, anything else replaces what was there, and values are what YAML says: nothing is interpolated.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import json
-import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, Quote, QuotedString
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from mtp_train.core.errors import UserError
+from mtp_train.cli import overrides as grammar
+from mtp_train.cli.overrides import OTHER, SOURCE, TEXT, Alternatives, read_override, read_value
+from mtp_train.core.errors import UserError, did_you_mean, nearest
 
 T = TypeVar("T")
-FREE = (
-    "regenerate.prompts",
-    "regenerate.limits",
-    "data.sets",
-    "evaluate.sets",
-    "precompute.vllm.engine",
-    "target.chat_template_kwargs",
-    "head.layer",
-)
+SOURCES = ("data.sets", "evaluate.sets", "regenerate.prompts")  # hold sources by name
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def load_config(overrides: list[str]) -> dict[str, Any]:
     """The resolved configuration of a command line such as `recipe=smollm2_mtp_cpu train.epochs=2`."""
-    name = next(
-        (item.split("=", 1)[1] for item in reversed(overrides) if item.startswith("recipe=")), ""
-    )
-    rest = [_free(item) for item in overrides if not item.startswith("recipe=")]
-    recipe = recipe_overrides(name) if name else []
-    try:
-        with initialize_config_dir(str(conf_folder()), version_base="1.3"):
-            composed = compose("config", overrides=[*recipe, *rest])
-            resolved = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise _explained(str(error), rest) from error
-    assert isinstance(resolved, dict)
-    return {str(key): value for key, value in resolved.items()} | {"recipe": name}
+    lines = [read_override(item) for item in overrides]
+    name = next((line.text or "" for line in reversed(lines) if line.key == "recipe"), "")
+    recipe = load_recipe(name) if name else {}
+    known = groups()
+    chosen = {key: value for key, value in recipe.items() if key in known and type(value) is str}
+    values = {key: value for key, value in recipe.items() if key not in chosen}
+    typed = {line.key: line.text for line in lines if line.key in known and line.text is not None}
+    chosen |= {key: read_value(key, text, OTHER) for key, text in typed.items()}
+    config = Composition(chosen)
+    for key, value in values.items():
+        config.set(_parts(key), value, f" (in recipe {name})")
+    for line in lines:
+        if line.key not in (*known, "recipe"):
+            config.override(line.key, line.text)
+    return config.resolved() | {"recipe": name}
 
 
-@dataclasses.dataclass(frozen=True)
-class Alternatives:
-    """An override of a command line, and those that a sweep makes of it.
+class Composition:
+    """The defaults of `conf/`, and what is put in their place.
 
-    Attributes:
-        key: without Hydra's prefixes.
-        lines: the overrides `key=value` that stand in its place; one if it is no sweep.
-        swept: whether Hydra's grammar says that it is a sweep, be it of one value.
+    Keys are those of the defaults. A mapping that is empty there (`data.sets`, `head.layer`) takes any name.
     """
 
-    key: str
-    lines: tuple[str, ...]
-    swept: bool
+    def __init__(self, chosen: Mapping[str, Any]) -> None:
+        """chosen: of groups of `conf/`, an option each: {"head": "eagle"}."""
+        for group, option in chosen.items():
+            if option not in groups()[group]:
+                rule = f"{group} must be one of " + ", ".join(groups()[group])
+                remedy = f"choose one; a key of it is written {group}.KEY=VALUE"
+                raise UserError(rule, option, did_you_mean(option, groups()[group], remedy))
+        self.defaults, self.needed = _defaults(tuple(sorted(chosen.items())))
+        self.free = frozenset(_free_keys(self.defaults))
+        self.config = deepcopy(self.defaults)
+
+    def override(self, key: str, text: str | None) -> None:
+        """Put an override of the command line in place; None takes the key away."""
+        parts = _parts(key)
+        if text is not None:
+            self.set(parts, read_value(key, text, self.holds(parts)))
+            return
+        place = self._place(parts, "")
+        if not self._free(parts) or parts[-1] not in place:
+            rule = "~ takes away a name that a recipe has given, as in ~regenerate.prompts.ood"
+            raise UserError(rule, key, "give a key of conf/ another value instead")
+        del place[parts[-1]]
+
+    def set(self, parts: list[str], value: Any, where: str = "") -> None:
+        """Put a value in place; mappings merge, but for a source, which is one thing.
+
+        where: it comes from, for messages.
+        """
+        key = ".".join(parts)
+        place, last = self._place(parts, where), parts[-1]
+        if last not in place and not self._free(parts):
+            raise self._unknown(key, where)
+        held = place.get(last)
+        if isinstance(held, dict) and isinstance(value, dict) and not _is_source(parts):
+            for name, item in value.items():
+                self.set(
+                    [*parts, *([str(name)] if self._any_name(key) else _parts(name))], item, where
+                )
+        elif isinstance(held, dict) and not isinstance(value, dict) and not self._free(parts):
+            example = f"{key}.{next(iter(held), 'NAME')}=VALUE"
+            raise UserError(f"{key} holds keys of its own", f"{value!r}{where}", f"write {example}")
+        else:
+            place[last] = value
+
+    def holds(self, parts: list[str]) -> str:
+        """What a key holds, for the grammar of the command line."""
+        if _is_source(parts):
+            return SOURCE
+        held: Any = self.defaults
+        for part in parts:
+            held = held.get(part) if isinstance(held, dict) else None
+        return TEXT if isinstance(held, str) or ".".join(parts) in self.needed else OTHER
+
+    def resolved(self) -> dict[str, Any]:
+        """The configuration; a key that was needed and not given is an error."""
+        for key in self.needed:
+            if self._place(_parts(key), "").get(_parts(key)[-1]) is None:
+                raise UserError(f"{key} is needed", "nothing", f"add {key}=VALUE")
+        return self.config
+
+    def _place(self, parts: list[str], where: str) -> dict[str, Any]:
+        """The mapping that holds a key; made where names are free."""
+        place = self.config
+        for depth, part in enumerate(parts[:-1], start=1):
+            if part not in place and self._free(parts[:depth]):
+                place[part] = {}
+            if part not in place:
+                raise self._unknown(".".join(parts), where)
+            place = place[part]
+            if not isinstance(place, dict):
+                rule = f"{'.'.join(parts[:depth])} is a value without keys"
+                raise UserError(
+                    rule, f"{'.'.join(parts)}{where}", "give it as a mapping, {key: value}"
+                )
+        return place
+
+    def _free(self, parts: list[str]) -> bool:
+        """Whether a key lies where any name may be given."""
+        return any(self._any_name(".".join(parts[:depth])) for depth in range(1, len(parts)))
+
+    def _any_name(self, key: str) -> bool:
+        return key in self.free
+
+    def _unknown(self, key: str, where: str) -> UserError:
+        """An error that names the key that was meant, as far as that can be told."""
+        parts, level, depth = _parts(key), self.defaults, 0
+        while isinstance(level.get(parts[depth]), dict):
+            level, depth = level[parts[depth]], depth + 1
+        near = nearest(parts[depth], level)
+        elsewhere = [name for name in _keys(self.defaults) if _parts(name)[-1] == parts[-1]]
+        if near and not (elsewhere and len(parts) == 1):
+            remedy = f"did you mean {'.'.join([*parts[:depth], near, *parts[depth + 1 :]])}?"
+        elif elsewhere:
+            remedy = f"did you mean {' or '.join(elsewhere)}?"
+        else:
+            remedy = (
+                f"choose one of {', '.join('.'.join([*parts[:depth], name]) for name in level)}"
+            )
+        return UserError("a key must be one of the configuration's", f"{key}{where}", remedy)
 
 
-def alternatives(overrides: list[str]) -> list[Alternatives]:
-    """A sweep's command line in Hydra's grammar: `head=mtp,eagle`, `train.seed=range(0,3)`, `head=glob(e*)`.
+def sweep_alternatives(overrides: list[str]) -> list[Alternatives]:
+    """Every override of a sweep's command line with its alternatives."""
+    heads = [Composition({"head": family}) for family in groups()["head"]]
 
-    Of overrides of the same key the last one counts.
-    """
-    found: dict[str, Alternatives] = {}
-    try:
-        with initialize_config_dir(str(conf_folder()), version_base="1.3"):
-            parser = OverridesParser.create(GlobalHydra.instance().config_loader())
-            for override in parser.parse_overrides(overrides):
-                found[override.get_key_element()] = _alternatives(override)
-    except HydraException as error:
-        raise _explained(str(error), overrides) from error
-    return list(found.values())
+    def is_text(key: str) -> bool:
+        return any(head.holds(_parts(key)) == TEXT for head in heads)
+
+    with _hydra():
+        return grammar.alternatives(overrides, is_text)
 
 
-def quoted(text: str) -> str:
-    """A value that Hydra reads as this very text, whatever is in it."""
-    return QuotedString(text, Quote.double).with_quotes()
+def groups() -> dict[str, list[str]]:
+    """The groups of `conf/`, each with its options."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(conf_folder().glob("*/*.yaml")):
+        found.setdefault(path.parent.name, []).append(path.stem)
+    return found
 
 
-def _alternatives(override: Override) -> Alternatives:
-    key, line = override.get_key_element(), str(override.input_line)
-    if not override.is_sweep_override():
-        return Alternatives(key.lstrip("+~"), (line,), swept=False)
-    lines = tuple(dict.fromkeys(f"{key}={value}" for value in override.sweep_string_iterator()))
-    if not lines:
-        raise UserError("a sweep must have values", line, "correct the override")
-    return Alternatives(key.lstrip("+~"), lines, swept=True)
+@cache
+def _defaults(chosen: tuple[tuple[str, str], ...]) -> tuple[dict[str, Any], frozenset[str]]:
+    """What `conf/` says with these options, and the keys that it leaves to the user; those are None."""
+    with _hydra():
+        composed = compose("config", overrides=[f"{group}={option}" for group, option in chosen])
+    needed = OmegaConf.missing_keys(composed)
+    for key in needed:
+        OmegaConf.update(composed, key, None)
+    values = OmegaConf.to_container(composed, resolve=True)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}, frozenset(needed)
 
 
-def _free(override: str) -> str:
-    """Sets of prompts are named freely: such keys are set whether or not the defaults have them."""
-    return f"++{override}" if override.startswith(FREE) else override
+@contextmanager
+def _hydra() -> Iterator[None]:
+    with initialize_config_dir(str(conf_folder()), version_base="1.3"):
+        yield
 
 
-def _explained(reason: str, overrides: list[str]) -> UserError:
-    """Hydra's complaint in terms of our keys."""
-    missing = re.search(r"full_key: (\S+)", reason)
-    if "Missing mandatory value" in reason and missing:
-        return UserError(f"{missing[1]} is needed", "nothing", f"add {missing[1]}=VALUE")
-    if "--multirun" in reason:
-        several = re.search(r"argument '(.+?)'\s", reason)
-        return UserError(
-            "several values for a key are a sweep",
-            several[1] if several else " ".join(overrides),
-            "add -m, or write a list as key=[a,b] and a text as key='\"a,b\"'",
-        )
-    unknown = re.search(r"Could not override '([^']+)'", reason)
-    if unknown:
-        with initialize_config_dir(str(conf_folder()), version_base="1.3"):
-            known = _keys(OmegaConf.to_container(compose("config")))
-        close = difflib.get_close_matches(unknown[1], known, n=1)
-        remedy = f"did you mean {close[0]}?" if close else "see conf/ for the keys"
-        return UserError("an override must name a key of the configuration", unknown[1], remedy)
-    received = f"{' '.join(overrides)} ({' '.join(reason.split())})"
-    return UserError("overrides must be key=value", received, "see conf/ for the keys")
+def _parts(key: Any) -> list[str]:
+    return str(key).split(".")
+
+
+def _is_source(parts: list[str]) -> bool:
+    return ".".join(parts[:-1]) in SOURCES
 
 
 def _keys(values: Any, prefix: str = "") -> list[str]:
+    """The keys that hold a value, in dotted form; `NAME` where any name may be given."""
     if not isinstance(values, dict):
         return [prefix.removesuffix(".")]
+    if not values:
+        return [f"{prefix}NAME"]
     return [key for name, value in values.items() for key in _keys(value, f"{prefix}{name}.")]
+
+
+def _free_keys(values: Any) -> list[str]:
+    return [key.removesuffix(".NAME") for key in _keys(values) if key.endswith(".NAME")]
 
 
 def conf_folder() -> Path:
@@ -137,40 +216,40 @@ def conf_folder() -> Path:
     return next(folder for folder in (PACKAGE / "conf", PACKAGE.parent / "conf") if folder.is_dir())
 
 
-def recipe_overrides(name: str) -> list[str]:
-    """A recipe's values as overrides: `train: {epochs: 2}` is `train.epochs=2`."""
+def load_recipe(name: str) -> dict[str, Any]:
+    """A recipe's values; `{recipe}` in a text stands for its folder."""
+    found = recipe_folder(name) / "config.yaml"
+    try:
+        values = grammar.parse_yaml(found.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError("a recipe must be YAML", f"{found} ({error})", "correct it") from error
+    if not isinstance(values, dict):
+        raise UserError("a recipe must be a mapping of keys", f"{found}: {values!r}", "correct it")
+    placed = _placed(values, str(found.parent))
+    return {str(key): value for key, value in placed.items()}
+
+
+def recipe_folder(name: str) -> Path:
+    """The folder of a recipe: below `recipes/` here, or in the checkout."""
     folders = [Path("recipes"), PACKAGE.parent / "recipes"]
-    found = next(
-        (
-            folder / name / "config.yaml"
-            for folder in folders
-            if (folder / name / "config.yaml").is_file()
-        ),
-        None,
+    for folder in folders:
+        if (folder / name / "config.yaml").is_file():
+            return folder / name
+    known = sorted(
+        {path.parent.name for folder in folders for path in folder.glob("*/config.yaml")}
     )
-    if found is None:
-        known = sorted(
-            {path.parent.name for folder in folders for path in folder.glob("*/config.yaml")}
-        )
-        raise UserError(
-            "a recipe must be one of " + (", ".join(known) or "recipes/*/config.yaml"),
-            name,
-            "choose one of them",
-        )
-    values = OmegaConf.to_container(OmegaConf.load(found))
-    assert isinstance(values, dict)
-    return [f"{key}={value}" for key, value in _flatten(values, str(found.parent))]
+    rule = "a recipe must be one of " + (", ".join(known) or "recipes/*/config.yaml")
+    raise UserError(rule, name, did_you_mean(name, known))
 
 
-def _flatten(values: dict[Any, Any], folder: str, prefix: str = "") -> list[tuple[str, str]]:
-    rows: list[tuple[str, str]] = []
-    for key, value in values.items():
-        if isinstance(value, dict):
-            rows += _flatten(value, folder, f"{prefix}{key}.")
-        else:
-            text = json.dumps(value, ensure_ascii=False)
-            rows.append((_free(f"{prefix}{key}"), text.replace("{recipe}", folder)))
-    return rows
+def _placed(value: Any, folder: str) -> Any:
+    if isinstance(value, str):
+        return value.replace("{recipe}", folder)
+    if isinstance(value, list):
+        return [_placed(item, folder) for item in value]
+    if isinstance(value, dict):
+        return {key: _placed(item, folder) for key, item in value.items()}
+    return value
 
 
 def section(config: dict[str, Any], name: str, cls: type[T]) -> T:
@@ -178,12 +257,12 @@ def section(config: dict[str, Any], name: str, cls: type[T]) -> T:
     values = config[name]
     hints = get_type_hints(cls)
     known = {item.name for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    unknown = set(values) - known
+    unknown = sorted(set(values) - known)
     if unknown:
         raise UserError(
             f"keys of {name} must be among " + ", ".join(sorted(known)),
-            ", ".join(sorted(unknown)),
-            "correct the override",
+            ", ".join(unknown),
+            did_you_mean(unknown[0], known, "correct it"),
         )
     return cls(**{key: _typed(f"{name}.{key}", value, hints[key]) for key, value in values.items()})
 
@@ -197,9 +276,7 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
     if of is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not of:
-        raise UserError(
-            f"{name} must be of type {of.__name__}", repr(value), "correct the override"
-        )
+        raise UserError(f"{name} must be of type {of.__name__}", repr(value), "correct it")
     if of is dict:
         return {key: _typed(f"{name}.{key}", item, parts[1]) for key, item in value.items()}
     if of is list:

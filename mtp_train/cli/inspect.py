@@ -33,6 +33,7 @@ def tool(arguments: Sequence[str]) -> None:
     transformers_logging.set_verbosity_error()  # its warnings about long texts are not about this use
     tokenizer = load_tokenizer(asked.tokenizer)
     vocabulary = read_vocabulary(tokenizer, asked.tokenizer)
+    template = ChatTemplate(tokenizer, stop=vocabulary.ends)
     accounting = Accounting()
     collector = Collector(
         vocabulary.size,
@@ -42,7 +43,7 @@ def tool(arguments: Sequence[str]) -> None:
         max_tokens=asked.max_tokens,
     )
     told = collect(
-        sequences(asked.data, ChatTemplate(tokenizer), accounting, asked.strict),
+        sequences(asked.data, template, accounting, asked.strict),
         collector,
         accounting,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -135,9 +136,11 @@ class Process:
 
     Attributes:
         targets: by path, dtype, quantisation and how much of it, "whole" or "ends".
+        launched: the strategy that the launcher's config file names; None before it is read, which is done once.
     """
 
     targets: dict[tuple[str, str, str, str], Target] = field(default_factory=dict)
+    launched: str | None = None
 
     @cached_property
     def ranks(self) -> Ranks:
@@ -164,7 +167,7 @@ class Job:
     def __init__(self, overrides: list[str], process: Process | None = None) -> None:
         self.process = process or Process()
         self.config = load_config(overrides)
-        self.command = " ".join(["mtp-train", *overrides])
+        self.command = shlex.join(["mtp-train", *overrides])
         top = {item.name for item in fields(RunConfig)}
         self.run: RunConfig = section(
             {"the run": {key: self.config[key] for key in top}}, "the run", RunConfig
@@ -260,7 +263,7 @@ class Job:
     @cached_property
     def template(self) -> ChatTemplate:
         """The target's chat template, as serving uses it."""
-        return ChatTemplate(self.tokenizer, self.target_config.chat_template_kwargs)
+        return ChatTemplate(self.tokenizer, self.target_config.chat_template_kwargs, self.stop)
 
     @property
     def vocabulary(self) -> int:

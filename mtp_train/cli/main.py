@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from mtp_train.core.errors import UserError
+from mtp_train.core.errors import UserError, did_you_mean
 
 STAGES = ("regenerate", "precompute", "train", "evaluate", "report", "export")
 PLAN = "plan"  # a look ahead: no part of a run
@@ -69,7 +69,7 @@ def dispatch(name: str, overrides: list[str]) -> None:
         raise UserError(
             "a stage must be one of " + ", ".join((*STAGES, "run", PLAN, IMPORT, *TOOLS)),
             name,
-            "see mtp-train --help",
+            did_you_mean(name, (*STAGES, "run", PLAN, IMPORT, *TOOLS), "see mtp-train --help"),
         )
     if set(SWEEP) & set(overrides):
         rest = [item for item in overrides if item not in SWEEP]

@@ -22,9 +22,10 @@ import torch
 from rich.console import Console
 
 from mtp_train.cli import evaluate, train
-from mtp_train.cli.config import Alternatives, alternatives, quoted
+from mtp_train.cli.config import sweep_alternatives
 from mtp_train.cli.features import held_states
 from mtp_train.cli.job import Job, Process, SweepConfig
+from mtp_train.cli.overrides import Alternatives, quoted
 from mtp_train.cli.run_folder import OTHER_FOLDER, RUN, STAMP, RunFolder
 from mtp_train.cli.sweep_table import DONE, FAILED, Report, Row
 from mtp_train.core.errors import UserError
@@ -69,7 +70,7 @@ class _Sweep:
     """All jobs are composed, and checked, before the first one runs."""
 
     def __init__(self, stage: str, overrides: list[str]) -> None:
-        choices = alternatives(overrides)
+        choices = sweep_alternatives(overrides)
         _require_swept(choices)
         self.stage, self.process = stage, Process()
         lines = [list(line) for line in itertools.product(*(choice.lines for choice in choices))]
@@ -251,7 +252,8 @@ def _require_swept(choices: list[Alternatives]) -> None:
         raise UserError(
             "a sweep may vary keys of head and train, and target.dtype",
             ", ".join(other),
-            "give one value here, and other values in another run folder",
+            "give one value here (a text with a comma in it as key='\"a,b\"'), and other values in "
+            "another run folder",
         )
 
 

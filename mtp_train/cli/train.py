@@ -26,7 +26,7 @@ from mtp_train.cli.features import (
     require_same_text,
     trained_counts,
 )
-from mtp_train.cli.job import PRECISIONS, Job
+from mtp_train.cli.job import PRECISIONS, Job, Process
 from mtp_train.cli.main import dispatch, guarded
 from mtp_train.cli.run_folder import run_stage
 from mtp_train.core.errors import UserError
@@ -39,7 +39,7 @@ from mtp_train.train.best import BEST
 from mtp_train.train.config import TrainConfig
 from mtp_train.train.fitted import fit_projections
 from mtp_train.train.loop import CURVES, train
-from mtp_train.train.parallel import launched_strategy
+from mtp_train.train.parallel import launched_strategy, require_library
 from mtp_train.train.state import noted_values
 
 
@@ -56,7 +56,9 @@ def part() -> None:
 
 def fit(job: Job) -> None:
     """The stage, one of several of a process: their process group stays."""
-    config = _launched(job.section("train", TrainConfig))
+    config = _launched(job.section("train", TrainConfig), job.process)
+    if job.process.ranks.world > 1:
+        require_library(config.parallel)
     head_config = job.head_config
     before = job.folder.require("precompute")["outputs"]
     require_current(job, before)
@@ -112,9 +114,11 @@ def begun_from(head_config: Any) -> list[str]:
     return [target_hash(path)] if path else []
 
 
-def _launched(config: TrainConfig) -> TrainConfig:
+def _launched(config: TrainConfig, process: Process) -> TrainConfig:
     """The configuration with the strategy of the launcher's config file, if that names one."""
-    launched = launched_strategy(os.environ)
+    if process.launched is None:
+        process.launched = launched_strategy(os.environ)
+    launched = process.launched
     if not launched or launched == config.parallel:
         return config
     if config.parallel != TrainConfig.parallel:

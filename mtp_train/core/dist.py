@@ -112,4 +112,6 @@ def launched_ranks() -> Ranks:
             "launch with torchrun --nproc-per-node N -m mtp_train.cli.STAGE ...",
         )
     store = TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), is_master=False)
-    return Ranks(int(environment["RANK"]), world, store=store)
+    # The launcher's store outlives ranks that it starts again: what those before them said there is not for these.
+    attempt = f"{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}-of-{world}"
+    return Ranks(int(environment["RANK"]), world, store=PrefixStore(f"attempt/{attempt}", store))

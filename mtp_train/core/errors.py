@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class UserError(ValueError):
     """A rule that the user's input breaks: the rule, the value received and the remedy, in one line.
@@ -14,3 +17,15 @@ class UserError(ValueError):
         self.received = received
         self.remedy = remedy
         super().__init__(f"{rule}; received {received}; {remedy}")
+
+
+def nearest(received: object, known: Iterable[str]) -> str:
+    """The known name that a misspelt one is nearest to; empty if none is near."""
+    close = difflib.get_close_matches(str(received), list(known), n=1)
+    return close[0] if close else ""
+
+
+def did_you_mean(received: object, known: Iterable[str], otherwise: str = "choose one") -> str:
+    """The remedy for a misspelt name: the nearest known one, or `otherwise`."""
+    found = nearest(received, known)
+    return f"did you mean {found}?" if found else otherwise

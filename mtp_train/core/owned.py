@@ -363,11 +363,13 @@ def _recover_replaced(folder: Path, kind: Kind) -> None:
 
 
 def remove_abandoned(path: Path) -> None:
-    """Remove what a killed process left on its way to its name; what a process works on, or holds what it replaced, stays.
+    """Remove what a killed process left on its way to its name; what is at work, or was replaced, stays.
 
     Raises:
         UserError: it stays.
     """
+    if not path.exists():
+        return
     if path.is_file() and TEMPORARY.fullmatch(path.name):
         path.unlink()
     elif _abandoned(path) and not (path / OLD).exists():

@@ -14,14 +14,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from mtp_train.core.errors import UserError
 from mtp_train.core.records import Conversation
+from mtp_train.dialogue.client_messages import client_message
 from mtp_train.dialogue.plans import Plan
 from mtp_train.dialogue.rows import completion_row
 from mtp_train.engine.sequences import Completion, Request
 from mtp_train.text.alternation import served_otherwise
+from mtp_train.text.refusal import Refusal
 from mtp_train.text.template import ChatTemplate
 
 UNANSWERED = ("refused", "failed", "error")  # how completions begin to say why there is no answer
@@ -44,6 +45,7 @@ class _Talk:
     plan: Plan
     messages: list[dict[str, Any]] = field(default_factory=list)  # so far, for the next prompt
     turn: int = 0
+    over: str = ""  # why nothing can follow the last reply
 
 
 class Dialogue:
@@ -127,6 +129,9 @@ class Dialogue:
         plan = talk.plan
         if talk.turn == len(plan.turns):
             return
+        if talk.over:
+            self._end(talk, f"refused: {talk.over}")
+            return
         talk.messages += plan.turns[talk.turn]
         key = plan.key(talk.turn)
         try:
@@ -142,8 +147,12 @@ class Dialogue:
         self, talk: _Talk, prompt: Sequence[int], output: Sequence[int], finish: str
     ) -> None:
         said = output[:-1] if finish == "stop" else output  # no client sees the end-of-turn token
-        text = reply_text(self.template.tokenizer, prompt, said)
-        talk.messages.append({"role": "assistant", "content": text})
+        tools = bool(talk.plan.conversation.tools)
+        message = client_message(self.template, prompt, said, tools)
+        if isinstance(message, Refusal):
+            talk.over = message.reason
+        else:
+            talk.messages.append(message)
         talk.turn += 1
 
     def _end(self, talk: _Talk, why: str) -> None:
@@ -206,19 +215,6 @@ def render(
 ) -> tuple[int, ...]:
     """Token ids of a conversation's prompt, as serving sends them."""
     return tuple(template.prompt(messages, plan.conversation.tools))
-
-
-def reply_text(
-    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], output: Sequence[int]
-) -> str:
-    """The text that serving returns for `output`: decoded after its prompt (some decoders strip a leading space),
-    without special tokens, and without a last letter of which only some bytes were generated.
-    """
-    before, whole = (
-        str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-        for ids in (list(prompt), [*prompt, *output])
-    )
-    return whole[len(before) :].rstrip("\ufffd")
 
 
 def request_seed(seed: int, key: str) -> int:

@@ -132,6 +132,10 @@ class DraftHead(nn.Module, ABC):
         """The head's own lm_head [U, D], or one per step [S, U, D]; None: the target's frozen one."""
         return None
 
+    def own_parameter(self) -> Tensor | None:
+        """The parameter that `own_output` is, or is rows of."""
+        return self.own_output()
+
     def logits(self, target: Target, out_ND: Tensor, step: int) -> Tensor:
         """Logits of draft step `step` [N, U]."""
         read_ND = self.readout(out_ND, step)

@@ -83,7 +83,7 @@ class DraftModelHead(DraftHead):
         self.requires_grad_(True)
         if config.freeze_embedding:
             embedding.requires_grad_(False)
-            self._output().requires_grad_(False)
+            self.own_parameter().requires_grad_(False)
         self.float()
 
     def embed(self, target: Target, token_T: Tensor) -> Tensor:
@@ -118,10 +118,9 @@ class DraftModelHead(DraftHead):
             raise UserError(rule, steps, "set it to 1; any number of tokens can be drafted")
 
     def own_output(self) -> Tensor:
-        return self._output()[: self.rows]
+        return self.own_parameter()[: self.rows]
 
-    def _output(self) -> Tensor:
-        """Its lm_head, whole."""
+    def own_parameter(self) -> Tensor:
         module = self.lm_head or self.base.get_input_embeddings()
         weight: Tensor = module.weight
         return weight

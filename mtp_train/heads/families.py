@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtp_train.core.errors import UserError
+from mtp_train.core.errors import UserError, did_you_mean
 from mtp_train.heads import draft_model, eagle, eagle3, medusa, mtp
 from mtp_train.heads.base import DraftHead
 from mtp_train.heads.block import POSITIONS
@@ -56,9 +56,8 @@ FAMILIES = {
 def family_of(name: Any) -> Family:
     """The family of that name; an unknown name is an error that lists those known."""
     if name not in FAMILIES:
-        raise UserError(
-            "head.family must be one of " + ", ".join(FAMILIES), name, "choose one of them"
-        )
+        rule = "head.family must be one of " + ", ".join(FAMILIES)
+        raise UserError(rule, name, did_you_mean(name, FAMILIES))
     return FAMILIES[name]
 
 

@@ -121,7 +121,8 @@ def end_tokens(folder: Path) -> list[int]:
     """
     there = (folder / name for name in ("generation_config.json", "config.json"))
     first = next((path for path in there if path.is_file()), None)
-    listed = read_json(first).get("eos_token_id") if first else None  # a tokenizer may lie alone
+    values = read_json(first) if first else {}  # a tokenizer may lie alone
+    listed = values.get("eos_token_id", (values.get("text_config") or {}).get("eos_token_id"))
     listed = listed if isinstance(listed, list) else [listed]
     return sorted({int(token) for token in listed if token is not None})
 

@@ -141,7 +141,9 @@ def load_manifest(address: str | Path) -> Manifest:
         raise UserError(
             f"a store must have format {FORMAT}", raw.get("format"), "run precompute again"
         )
-    needed = {item.name for item in fields(Contract) if item.default is MISSING}
+    needed = {
+        item.name for item in fields(Contract) if item.default is item.default_factory is MISSING
+    }
     missing = needed - set(raw.get("contract", ()))
     missing |= {item.name for item in fields(Manifest)} - set(raw)
     if missing:

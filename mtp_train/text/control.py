@@ -31,12 +31,19 @@ class Veil:
 
     Args:
         frame: what the chat template writes around plain turns.
+        stops: tokens at which serving ends a reply.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, frame: str) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, frame: str, stops: Sequence[str] = ()
+    ) -> None:
         self.tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder.values()
-        control = {token.content for token in added if token.special or token.content in frame}
+        control = {
+            token.content
+            for token in added
+            if token.special or token.content in frame or token.content in stops
+        }
         # Longest first: a token goes before those within it. White space (Gemma has such tokens) frames nothing.
         self._control = sorted(filter(str.strip, control), key=lambda token: (-len(token), token))
         self._plain: Tokenizer | None = None

@@ -379,7 +379,8 @@ def _tokenize(
         records = [parsed.item]
     else:
         refusal = oversize(parsed.item, template.tokenizer, policy)
-        outcome, more = (refusal, []) if refusal else _rendered(parsed.item, template)
+        longest = 0 if policy.rule == "split" else policy.max_tokens
+        outcome, more = (refusal, []) if refusal else _rendered(parsed.item, template, longest)
         if isinstance(outcome, Refusal):
             return outcome
         records, rules = outcome, rules + more
@@ -393,14 +394,14 @@ def _ids_fault(record: TokenizedConversation, vocab_size: int) -> str:
 
 
 def _rendered(
-    chat: Conversation, template: ChatTemplate
+    chat: Conversation, template: ChatTemplate, longest: int
 ) -> tuple[list[TokenizedConversation] | Refusal, list[str]]:
     """The records of a chat, and the rules that the template asks for: the order of roles is changed at need."""
-    refusal = template.tokenize(chat)
+    refusal = template.tokenize(chat, longest)
     if not isinstance(refusal, Refusal):
         return refusal, template.fit(chat)[1]
     for other, rules in served_otherwise(chat):
-        records = template.tokenize(other)
+        records = template.tokenize(other, longest)
         if not isinstance(records, Refusal):
             return records, [*rules, *template.fit(other)[1]]
     return refusal, []

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
+from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
@@ -203,7 +204,7 @@ class Zero(Strategy):
             },
         )
         self.groups = self.base.param_groups
-        own = rollout.head.own_output()
+        own = rollout.head.own_parameter()
         if stage == 3 and own is not None:  # read outside of its module's forward
             self.deepspeed.zero.register_external_parameter(module, own)
 
@@ -238,7 +239,7 @@ class Zero(Strategy):
         self._link()
         step = self.base.state[self._partitions()[0]]["step"]
         tensors = {}
-        for name, parameter in self.head.named_parameters():
+        for name, parameter in self._trained():
             tensors[f"{name}.step"] = torch.as_tensor(step).detach().clone()
             for key in MOMENTS:
                 tensors[f"{name}.{key}"] = get_state(parameter, key).detach().clone()
@@ -251,9 +252,13 @@ class Zero(Strategy):
             state = {key: torch.zeros_like(flat) for key in MOMENTS}
             self.base.state[flat] = {"step": step.clone(), **state}
         self._link()
-        for name, parameter in self.head.named_parameters():
+        for name, parameter in self._trained():
             for key in MOMENTS:
                 set_state(parameter, tensors[f"{name}.{key}"].to(self.accelerator.device), key)
+
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that the optimiser steps; a frozen part has no moments."""
+        return [named for named in self.head.named_parameters() if named[1].requires_grad]
 
     def _link(self) -> None:
         """Let parameters know their moments. Stages 1 and 2 do it once, after the first group's first step alone."""
@@ -281,11 +286,18 @@ def make_strategy(
     return Zero(int(config.parallel.removeprefix("zero")), rollout, config, accelerator)
 
 
+def require_library(strategy: str) -> None:
+    """Raise unless what a strategy for several ranks needs is installed. Imports nothing."""
+    if strategy.startswith("zero") and find_spec("deepspeed") is None:
+        rule = "train.parallel=zero1, zero2 and zero3 need DeepSpeed"
+        raise UserError(rule, "none", "pip install 'mtp_train[deepspeed]', or use fsdp2")
+
+
 def launched_strategy(environment: MutableMapping[str, str]) -> str:
     """The strategy of the config file that `accelerate launch` was given; empty if it names none.
 
-    Takes accelerate's requests out of the environment: it starts ranks, and the strategies here do the rest. What a
-    file asks for beyond that is refused rather than left undone.
+    Takes accelerate's requests out of the environment: it starts ranks, and the strategies here do the rest. A second
+    call finds none. What a file asks for beyond that is refused rather than left undone.
     """
     fsdp = environment.pop("ACCELERATE_USE_FSDP", "") == "true"
     zero = environment.pop("ACCELERATE_USE_DEEPSPEED", "") == "true"
@@ -328,11 +340,8 @@ def _optimizer(rollout: RolloutModule, config: TrainConfig) -> torch.optim.AdamW
 def _deepspeed(accelerator: Accelerator) -> Any:
     if accelerator.device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    try:
-        import deepspeed
-    except ImportError as error:
-        rule = "train.parallel=zero1, zero2 and zero3 need DeepSpeed"
-        raise UserError(rule, error, "pip install 'mtp_train[deepspeed]', or use fsdp2") from error
+    import deepspeed
+
     deepspeed.utils.logger.setLevel("WARNING")
     if (
         accelerator.device.type == "cpu"

@@ -1,0 +1,38 @@
+"""One rank of several, started again once: the last rank dies after the first meeting of the first attempt.
+
+torchrun --standalone --nproc-per-node 2 --max-restarts 1 restarted_ranks.py FOLDER
+
+Each rank leaves, for every meeting, which ranks had come to it by the time that it went on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from mtp_train.core.dist import launched_ranks
+
+MEETINGS = 3
+
+
+def main(folder: Path) -> None:
+    ranks = launched_ranks()
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    last = ranks.rank == ranks.world - 1
+    met = []
+    for meeting in range(MEETINGS):
+        time.sleep(0.3 * last)  # a rank that does not wait for the last one goes on without it
+        (folder / f"came-{attempt}-{meeting}-{ranks.rank}").touch()
+        ranks.wait()
+        met.append(len(list(folder.glob(f"came-{attempt}-{meeting}-*"))))
+        if last and not attempt:
+            os._exit(1)
+    record = {"world": ranks.world, "attempt": attempt, "met": met}
+    (folder / f"rank-{ranks.rank}.json").write_text(json.dumps(record))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
