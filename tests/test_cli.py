@@ -839,6 +839,30 @@ def test_a_set_of_prompts_that_was_dropped_is_not_measured(
     assert set(evaluation["sets"]) == {"heldout"}
 
 
+def counted_rows(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Keys of the answers and completions that are made from now on."""
+    append, made = Journal.append, []
+
+    def counted(journal: Journal, row: dict) -> None:
+        made.append(row["id"])
+        append(journal, row)
+
+    monkeypatch.setattr(Journal, "append", counted)
+    return made
+
+
+def test_a_higher_limit_asks_the_further_prompts_alone(
+    pipeline: Path, fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limited = "+regenerate.limits.train=4"
+    assert guarded(lambda: dispatch("regenerate", overrides(fresh, limited))) == 0
+    made = counted_rows(monkeypatch)
+    assert guarded(lambda: dispatch("regenerate", overrides(fresh))) == 0
+    assert len(made) == 2
+    answers = [folder / "run" / "regenerate" / "train.jsonl" for folder in (fresh, pipeline)]
+    assert answers[0].read_bytes() == answers[1].read_bytes()
+
+
 def test_changed_prompts_are_answered_again(
     capsys: pytest.CaptureFixture[str], pipeline: Path, tmp_path: Path
 ) -> None:

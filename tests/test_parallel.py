@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from mtp_train.cli.job import Process
 from mtp_train.cli.run_folder import RunFolder, run_stage
 from mtp_train.cli.train import _launched
 from mtp_train.core.errors import UserError
+from mtp_train.core.keys import config_inputs
 from mtp_train.models.target import eagle3_states
 from mtp_train.store.shards import FeatureStore
 from mtp_train.train.config import STRATEGIES, TrainConfig
@@ -290,21 +291,25 @@ def test_half_done_work_may_go_on_with_other_settings_and_finished_work_may_not(
 ) -> None:
     """A run folder, as `train` uses it: accumulation may change while a run is not done."""
     folder = RunFolder(tmp_path)
-    checkpoint = folder.stage("train") / "checkpoint"
+    checkpoint = folder.stage("train") / "checkpoints" / "step-00000001" / "head.json"
 
     def broken_off() -> None:
+        checkpoint.parent.mkdir(parents=True)
         checkpoint.write_text("half")
         raise Stopped
 
+    def run(accumulation: int, work: Callable[[], None] = lambda: None) -> None:
+        config = config_inputs("train", TrainConfig(accumulation=accumulation))
+        run_stage(folder, "train", config, work)
+
     with pytest.raises(Stopped):
-        run_stage(folder, "train", ["a", 1], broken_off, half=["a"])
-    run_stage(folder, "train", ["a", 2], lambda: None, half=["a"])
+        run(accumulation=1, work=broken_off)
+    run(accumulation=2)
     assert checkpoint.exists(), "went on"
-    run_stage(folder, "train", ["a", 4], lambda: None, half=["a"])
+    run(accumulation=4)
     assert not checkpoint.exists(), "a finished run of another setting was set aside"
-    checkpoint.write_text("half")
-    run_stage(folder, "train", ["b", 4], lambda: None, half=["b"])
-    assert not checkpoint.exists()
+    kept = tmp_path / "train.before-1" / checkpoint.relative_to(folder.stage("train"))
+    assert kept.read_text() == "half"
 
 
 def test_the_launchers_strategy_is_not_contradicted(monkeypatch: pytest.MonkeyPatch) -> None:

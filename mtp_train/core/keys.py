@@ -58,12 +58,14 @@ def config_inputs(prefix: str, config: Any) -> Inputs:
             continue
         if is_dataclass(value):
             found |= config_inputs(f"{prefix}.{item.name}", value)
-        else:
-            defaults = dict(_flat({f"{prefix}.{item.name}": _default(item)}))
-            found |= {
-                name: Value(one, changes, changes, defaults.get(name))
-                for name, one in _flat({f"{prefix}.{item.name}": value})
-            }
+            continue
+        # A dictionary by its own keys, where each of them changes the result.
+        named, usual = {f"{prefix}.{item.name}": value}, {f"{prefix}.{item.name}": _default(item)}
+        parts = dict(_flat(named)) if changes == RESULT else named
+        defaults = dict(_flat(usual)) if changes == RESULT else usual
+        found |= {
+            name: Value(one, changes, changes, defaults.get(name)) for name, one in parts.items()
+        }
     return found
 
 
