@@ -2,7 +2,7 @@
 
 torchrun --standalone --nproc-per-node 2 --max-restarts 1 restarted_ranks.py FOLDER
 
-Each rank leaves, for every meeting, which ranks had come to it by the time that it went on.
+Each rank leaves how many ranks had come to every meeting by the time that it went on, and how many joined its group.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+from torch import distributed
+
 from mtp_train.core.dist import launched_ranks
 
 MEETINGS = 3
@@ -22,6 +25,7 @@ def main(folder: Path) -> None:
     ranks = launched_ranks()
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     last = ranks.rank == ranks.world - 1
+    ranks.join("gloo")
     met = []
     for meeting in range(MEETINGS):
         time.sleep(0.3 * last)  # a rank that does not wait for the last one goes on without it
@@ -30,7 +34,9 @@ def main(folder: Path) -> None:
         met.append(len(list(folder.glob(f"came-{attempt}-{meeting}-*"))))
         if last and not attempt:
             os._exit(1)
-    record = {"world": ranks.world, "attempt": attempt, "met": met}
+    joined = torch.ones(1)
+    distributed.all_reduce(joined)
+    record = {"attempt": attempt, "met": met, "joined": int(joined)}
     (folder / f"rank-{ranks.rank}.json").write_text(json.dumps(record))
 
 

@@ -24,6 +24,7 @@ class StubServer:
         self.engine, self.tokenizer = engine, tokenizer
         self.limit = engine.limit
         self.fault: Fault = lambda prompt, before: ""
+        self.key = ""  # that requests must bring, as with vLLM's --api-key
         self.bodies: list[dict[str, Any]] = []
         self.seen: Counter[tuple[int, ...]] = Counter()
         self.lock = threading.Lock()
@@ -32,12 +33,25 @@ class StubServer:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                if not self.allowed():
+                    return
                 card = {"id": "toy", "max_model_len": stub.limit}
                 self.reply(200, {"data": [card]} if self.path == "/v1/models" else {})
 
             def do_POST(self) -> None:
+                if not self.allowed():
+                    return
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 self.reply(*stub.answer(body))
+
+            def allowed(self) -> bool:
+                """Whether the key is right; if not, it is quoted in the answer, as some servers do."""
+                brought = self.headers.get("Authorization", "")
+                if stub.key and brought != f"Bearer {stub.key}":
+                    self.close_connection = True
+                    self.reply(401, {"error": f"wrong key: {brought}"})
+                    return False
+                return True
 
             def reply(self, status: int, value: Any) -> None:
                 if status == 0:  # the connection breaks

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 from stub_server import StubServer
+from test_cli import mistake, save_target
 from toys import make_lively_target, make_tokenizer
 
+from mtp_train.cli.main import dispatch, guarded
 from mtp_train.core.errors import UserError
 from mtp_train.engine.engine import Engine, EngineConfig
 from mtp_train.engine.sampling import Sampling
@@ -287,3 +289,64 @@ def test_requests_run_side_by_side(stub: StubServer) -> None:
     server.serve(lambda: next(waiting, None), done.append, Sampling())
     assert sorted(item.key for item in done) == [str(n) for n in range(8)]
     assert all(item.finish == "length" for item in done)
+
+
+# --- a key ----------------------------------------------------------------------------------------------------
+
+SECRET = "sk-Very+Secret/9f2="
+
+
+def keyed(stub: StubServer, folder: Path) -> list[str]:
+    """A command line for a server that asks for a key."""
+    stub.key = SECRET
+    if not (folder / "target").exists():
+        save_target(folder / "target")
+        prompts(folder)
+        held = json.dumps({"id": "h", "messages": [{"role": "user", "content": "held out?"}]})
+        (folder / "held.jsonl").write_text(held + "\n")
+    return [
+        f"target.path={folder / 'target'}",
+        "target.dtype=float32",
+        f"run={folder / 'run'}",
+        f"regenerate.prompts.train={folder / 'prompts.jsonl'}",
+        f"regenerate.prompts.heldout={folder / 'held.jsonl'}",
+        "regenerate.max_new_tokens=6",
+        f"regenerate.server={stub.address}",
+    ]
+
+
+def test_a_servers_key_comes_from_the_environment_and_is_told_nobody(
+    stub: StubServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines = keyed(stub, tmp_path)
+    told = mistake(capsys, "regenerate", *lines)
+    assert "HTTP 401" in told and "regenerate.key_env=NAME" in told
+    named = [*lines, "regenerate.key_env=OUR_KEY"]
+    assert "OUR_KEY that is empty" in mistake(capsys, "regenerate", *named)
+    for wrong in ("a\nb", "größe", f"{SECRET}x"):
+        monkeypatch.setenv("OUR_KEY", wrong)
+        told = mistake(capsys, "regenerate", *named)
+        assert "Secret" not in told and "größe" not in told, "not even where the server quotes it"
+    assert "HTTP 401" in told
+
+    monkeypatch.setenv("OUR_KEY", f"{SECRET}\n")
+    assert guarded(lambda: dispatch("regenerate", named)) == 0
+    said = capsys.readouterr()
+    assert "6 success" in said.err
+    assert "Secret" not in said.out + said.err
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert files and not any(b"Secret" in path.read_bytes() for path in files)
+
+    monkeypatch.delenv("OUR_KEY")
+    assert guarded(lambda: dispatch("regenerate", lines)) == 0
+    assert "inputs unchanged" in capsys.readouterr().err, "a key changes no answer"
+
+
+def test_a_key_in_the_place_of_a_name_is_not_shown(
+    stub: StubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = mistake(capsys, "evaluate", *keyed(stub, tmp_path), f"regenerate.key_env={SECRET}")
+    assert "regenerate.key_env must be the name" in told and "Secret" not in told

@@ -419,16 +419,20 @@ def test_heads_compared_through_the_engine(
 
 
 def test_two_ranks_share_each_job_and_the_error_of_one(precomputed: Path, tmp_path: Path) -> None:
+    """As under `accelerate launch` with a config file of FSDP2, which every job is trained by."""
     folder = copied(precomputed, tmp_path)
     sweep = ["train.learning_rate=1e30,1e-2,1e-3", "train.rows=32"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, *launcher, "-m", "mtp_train.cli.train", "-m", *lines(folder), *sweep]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=False, timeout=300
     )
     found = table(folder, "train.learning_rate")
+    cards = sorted(sweep_folder(folder, "train.learning_rate").glob("*/train/head/head.json"))
+    assert [json.loads(card.read_text())["config"]["parallel"] for card in cards] == ["fsdp2"] * 2
     assert [job["status"] for job in found["jobs"]] == ["done", "done", "failed"], done.stderr
     assert "the training loss must stay finite" in found["jobs"][-1]["error"]
     assert done.returncode != 0

@@ -233,6 +233,16 @@ def test_the_learning_rate_is_a_function_of_the_step_alone() -> None:
     assert rates[4:] == sorted(rates[4:], reverse=True)
 
 
+@pytest.mark.parametrize("warmup", [1, 2, 7])
+def test_the_learning_rate_never_exceeds_its_peak_between_whole_steps(warmup: int) -> None:
+    """An epoch's last window may hold fewer packs, so steps done are counted in fractions."""
+    assert learning_rate(0.5, 10, 2.0, 1) == 2.0
+    rates = [learning_rate(quarter / 4, 10, 2.0, warmup) for quarter in range(41)]
+    assert max(rates) == 2.0
+    rising = rates[: 4 * warmup]
+    assert rising == sorted(rising)
+
+
 # --- what a step changes --------------------------------------------------------------------------------------
 
 

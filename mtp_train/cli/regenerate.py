@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from typing import Any
 
 from mtp_train.cli.job import Job
@@ -86,12 +88,25 @@ def _answerer(job: Job, config: RegenerateConfig) -> Answerer:
     server = Server(
         config.server,
         model=config.model,
+        key=_key(config.key_env),
         concurrency=config.concurrency,
         timeout=config.timeout,
         retries=config.retries,
     )
     server.connect(job.tokenizer)
     return server
+
+
+def _key(name: str) -> str:
+    """The server's key, which is never shown."""
+    key = os.environ.get(name, "").strip() if name else ""
+    if name and not re.fullmatch(r"[!-~]+", key):
+        raise UserError(
+            "the variable that regenerate.key_env names must hold the server's key",
+            f"{name} that is " + ("no key" if key else "empty or not exported"),
+            "export it before the command",
+        )
+    return key
 
 
 def _tell(name: str, outcome: Outcome) -> None:

@@ -152,7 +152,9 @@ def _work(job: Job, config: TrainConfig, head_config: Any) -> Any:
 
 
 def _accelerator(job: Job, out: Any) -> Accelerator:
-    trackers = job.run.trackers
+    trackers, ranks = job.run.trackers, job.process.ranks
+    if ranks.world > 1 and not distributed.is_initialized():
+        ranks.join("gloo" if job.device == "cpu" else "nccl")
     accelerator = Accelerator(
         mixed_precision=PRECISIONS[job.run.precision],
         cpu=job.device == "cpu",

@@ -1,7 +1,7 @@
 """Which process of how many this is, and how processes wait for each other.
 
-Ranks of a stage that works on files need no collective operation: they meet at the launcher's key-value store. Only
-ranks that hold one target together (a tensor-parallel group) form a process group, of their own.
+Ranks of a stage that works on files need no collective operation: they meet at the launcher's key-value store. Ranks
+that train one head form a process group, and so do those that hold one target together (tensor parallel), of their own.
 Knows neither the work nor its data.
 """
 
@@ -78,6 +78,15 @@ class Ranks:
         except distributed.DistStoreError:
             return False
         return True
+
+    def join(self, backend: str) -> None:
+        """Form the process group of all ranks.
+
+        torch would meet at the launcher's store itself, and find there the addresses of ranks that died.
+        """
+        assert self.store is not None, "several ranks meet at a store"
+        store = PrefixStore("mtp_train/all", self.store)
+        distributed.init_process_group(backend, store=store, rank=self.rank, world_size=self.world)
 
     def grouped(self, size: int) -> Ranks:
         """The same ranks, `size` of them to a unit, each unit in a process group of its own."""

@@ -42,6 +42,7 @@ class Server:
     Args:
         address: with the version, such as http://host:8000/v1.
         model: name by which the server knows the target; empty if it serves one model.
+        key: that the server asks for, sent as a bearer token and told to nobody else; empty for none.
         concurrency: requests in flight.
         timeout: seconds for one answer.
         retries: further attempts at a request that failed.
@@ -53,6 +54,7 @@ class Server:
         address: str,
         *,
         model: str = "",
+        key: str = "",
         concurrency: int = 32,
         timeout: float = 600.0,
         retries: int = 5,
@@ -60,6 +62,8 @@ class Server:
     ) -> None:
         self.address = address.rstrip("/")
         self.model = model
+        self._key = key
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.concurrency = concurrency
         self.timeout = timeout
         self.retries = retries
@@ -68,7 +72,7 @@ class Server:
 
     def connect(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raise `UserError` unless the server is there, serves the model, has our tokenizer and returns token ids."""
-        with httpx.Client(timeout=self.timeout) as client:
+        with httpx.Client(timeout=self.timeout, headers=self._headers) as client:
             self._choose_model(self._checked(client, "GET", "models"))
             ids = tokenizer.encode(PROBE, add_special_tokens=False)
             body = self._body(Request("probe", tuple(ids), 1), Sampling())
@@ -98,7 +102,9 @@ class Server:
         limits = httpx.Limits(max_connections=self.concurrency)
         running: set[asyncio.Task[Completion | UserError]] = set()
         failed = 0
-        async with httpx.AsyncClient(timeout=self.timeout, limits=limits) as client:
+        async with httpx.AsyncClient(
+            timeout=self.timeout, limits=limits, headers=self._headers
+        ) as client:
             try:
                 while True:
                     while len(running) < self.concurrency and (request := source()):
@@ -150,9 +156,8 @@ class Server:
         if status in STRANGERS:
             return self._unusable(response)
         if status in range(400, 500) and status not in BUSY:
-            said = re.sub(r"\d+", "N", _message(response))[
-                :160
-            ]  # one reason for prompts of any length
+            # one reason for prompts of any length
+            said = re.sub(r"\d+", "N", self._hidden(_message(response)))[:160]
             why = f"refused: the server refuses it: HTTP {status} {said}"
             return Completion(request.key, request.prompt, (), why)
         if status != 200:
@@ -245,11 +250,19 @@ class Server:
         )
 
     def _unusable(self, response: httpx.Response) -> UserError:
+        asks_key = response.status_code in (401, 403)
+        said = self._hidden(response.text)[:200]
         return UserError(
             "the server must take our requests",
-            f"{response.request.url}: HTTP {response.status_code} {response.text[:200]}",
-            "check regenerate.server and regenerate.model",
+            f"{response.request.url}: HTTP {response.status_code} {said}",
+            "name the environment variable that holds its key: regenerate.key_env=NAME"
+            if asks_key
+            else "check regenerate.server and regenerate.model",
         )
+
+    def _hidden(self, text: str) -> str:
+        """What the server said, without the key: some servers quote it."""
+        return text.replace(self._key, "(the key)") if self._key else text
 
 
 def read_completion(request: Request, max_tokens: int, answer: Any) -> Completion:

@@ -6,6 +6,7 @@ file holds the answers in the source's order. Of every conversation: success + s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,7 @@ class RegenerateConfig:
         seed: of sampled answers.
         server: address of an OpenAI-compatible server that answers in our engine's place; empty for our engine.
         model: its name there; empty if the server has one model.
+        key_env: name of the environment variable that holds the key that the server asks for; empty for none.
         concurrency: requests in flight at the server.
         timeout: seconds for one of its answers.
         retries: further attempts at a request that failed there.
@@ -49,6 +51,7 @@ class RegenerateConfig:
     seed: int = 0
     server: str = key("", NOTHING)  # whether there is one counts
     model: str = ""
+    key_env: str = key("", NOTHING)
     concurrency: int = key(32, NOTHING)
     timeout: float = key(600.0, NOTHING)
     retries: int = key(5, NOTHING)
@@ -70,6 +73,12 @@ class RegenerateConfig:
                 "regenerate.server must begin with http:// or https://",
                 self.server,
                 "write it as http://host:8000/v1",
+            )
+        if not re.fullmatch(r"([A-Z_][A-Z0-9_]*)?", self.key_env):
+            raise UserError(  # which may be the key itself: it is not shown
+                "regenerate.key_env must be the name of an environment variable, in capitals",
+                "something else",
+                "export the key, and name the variable: regenerate.key_env=OPENAI_API_KEY",
             )
         if any(limit < 0 for limit in self.limits.values()):
             raise UserError(

@@ -35,10 +35,15 @@ def make_optimizer(
     return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused or None)
 
 
-def learning_rate(step: int, total: int, peak: float, warmup: int, floor: float = 0.02) -> float:
-    """Linear warm-up over `warmup` steps, then cosine from `peak` to `floor * peak` at `total`."""
+def learning_rate(
+    step: float, total: float, peak: float, warmup: int, floor: float = 0.02
+) -> float:
+    """Linear warm-up over `warmup` steps, then cosine from `peak` to `floor * peak` at `total`.
+
+    step: those done, a fraction where fewer packs than now made a step, as after a resume on more ranks.
+    """
     if step < warmup:
-        return peak * (step + 1) / warmup
+        return peak * min((step + 1) / warmup, 1.0)
     progress = (step - warmup) / max(total - warmup, 1)
     return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))))
 
