@@ -39,7 +39,8 @@ SAID = {
         precompute.gate_sequences regenerate.limits train.keep""",
     NOTHING: """
         go_on plan.allow_shortfall plan.ranks plan.stage_seconds plan.tflops plan.tokens plan.tokens_per_second
-        precompute.out precompute.tensor_parallel regenerate.concurrency regenerate.key_env regenerate.retries regenerate.timeout restart
+        precompute.out precompute.tensor_parallel regenerate.concurrency regenerate.key_env regenerate.retries
+        regenerate.timeout restart
         run sweep.metric sweep.name target.device target.path target.trust_remote_code threads trackers
         train.checkpoints train.explode train.online_eval.drafts train.online_eval.every
         train.online_eval.max_new_tokens train.online_eval.prompts train.parallel train.validations""",
