@@ -14,7 +14,7 @@ from toys import VOCABULARY, make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mtp_train.cli.config import load_config
-from mtp_train.cli.main import dispatch
+from mtp_train.cli.main import dispatch, guarded
 from mtp_train.models.sizes import target_sizes
 from mtp_train.models.target import Target
 from recipes import RECIPES, dimensions, sized
@@ -103,6 +103,48 @@ def test_the_table_in_the_readme_is_what_plan_computes(name: str) -> None:
     assert found is not None
     assert found[0] == plan_table(name)
     assert "computed, not measured" in found[0]
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_a_recipe_is_planned_as_its_readme_says_before_anything_is_downloaded(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = f"mtp-train plan recipe={name}"
+    assert line in (RECIPES / name / "README.md").read_text()
+    assert guarded(lambda: dispatch("plan", [f"recipe={name}", "plan.allow_shortfall=true"])) == 0
+    told = capsys.readouterr()
+    assert f"recipes/{name}/target" in told.err and "isn't there yet" in told.err
+    chosen = next(row for row in plan_table(name).splitlines() if ", chosen" in row)
+    assert chosen.split("|")[2].strip() in told.out
+    assert guarded(lambda: dispatch("plan", [f"recipe={name}", "target.path=elsewhere"])) == 2
+    assert "elsewhere without config.json" in capsys.readouterr().err, "no other folder's stand-in"
+
+
+def test_a_plan_needs_config_and_tokenizer_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tiny_target(EACH[0], tmp_path / "target")
+    for path in target.glob("*.safetensors"):
+        path.unlink()
+    chats = {"train": ("name a bird.", "a wren."), "heldout": ("name a fish.", "a pike.")}
+    for name, (prompt, completion) in chats.items():
+        row = {"prompt": prompt, "completion": completion}
+        (tmp_path / f"own-{name}.jsonl").write_text(json.dumps(row) + "\n")
+    own = [f"data.sets.{name}={tmp_path}/own-{name}.jsonl" for name in chats]
+    lines = [f"target.path={target}", f"run={tmp_path / 'run'}"]
+    for text in (own, write_prompts(tmp_path)):
+        assert guarded(lambda text=text: dispatch("plan", [*lines, *text])) == 0
+        assert "sequences" in capsys.readouterr().out
+    (target / "tokenizer.json").unlink()
+    (target / "tokenizer_config.json").unlink()
+    assert guarded(lambda: dispatch("plan", [*lines, *write_prompts(tmp_path)])) == 2
+    assert "must hold its tokenizer" in capsys.readouterr().err
+    (target / "config.json").unlink()
+    assert guarded(lambda: dispatch("plan", [*lines, *own])) == 2
+    told = capsys.readouterr().err
+    assert len(told.splitlines()) == 1
+    assert all(name in told for name in ("config.json", "tokenizer.json", "plan.tokens"))
 
 
 @pytest.mark.parametrize("name", EACH)

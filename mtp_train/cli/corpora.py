@@ -69,7 +69,7 @@ def corpora(job: Job, planned: bool = False) -> dict[str, Corpus]:
             answered,
             data,
             job.template,
-            digest([job.target_inputs[name] for name in TEXTS]),
+            digest([job.target_identity[name] for name in TEXTS]),
             job.vocabulary,
             held_out if name == "train" else {},
             job.bound,

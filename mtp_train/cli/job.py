@@ -28,7 +28,7 @@ from mtp_train.export.formats import usual
 from mtp_train.export.layout import Layout
 from mtp_train.export.stage import ExportConfig, require_servable
 from mtp_train.heads.families import family_of, positions_of
-from mtp_train.models.folder import require_model_folder
+from mtp_train.models.folder import require_config_folder
 from mtp_train.models.identity import Identity, folder_identity
 from mtp_train.models.quantised import NONE, require_quantisation
 from mtp_train.models.sizes import folder_config
@@ -246,7 +246,7 @@ class Job:
     def target_identity(self) -> Identity:
         """The target's config and text by field, from its files."""
         values = self.target_config
-        return folder_identity(require_model_folder(values.path), values.chat_template_kwargs)
+        return folder_identity(require_config_folder(values.path), values.chat_template_kwargs)
 
     @cached_property
     def target_inputs(self) -> dict[str, Any]:
@@ -268,7 +268,7 @@ class Job:
     @property
     def vocabulary(self) -> int:
         """The target's vocabulary, as its config says it."""
-        folder = require_model_folder(self.target_config.path)
+        folder = require_config_folder(self.target_config.path)
         return int(read_json(folder / "config.json")["vocab_size"])
 
     @cached_property
@@ -276,7 +276,7 @@ class Job:
         """The longest sequence that target and head have positions for."""
         values = self.target_config
         config = folder_config(
-            require_model_folder(values.path), trust_remote_code=values.trust_remote_code
+            require_config_folder(values.path), trust_remote_code=values.trust_remote_code
         )
         target = Bound(int(config.max_position_embeddings), "the target's positions")
         own = positions_of(self.head_config)
@@ -290,7 +290,7 @@ class Job:
     @property
     def stop(self) -> frozenset[int]:
         """Tokens that end an answer."""
-        return stop_tokens(self.tokenizer, require_model_folder(self.target_config.path))
+        return stop_tokens(self.tokenizer, require_config_folder(self.target_config.path))
 
     @property
     def engine_config(self) -> EngineConfig:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from mtp_train.cli.config import load_config, recipe_folder
 from mtp_train.cli.corpora import corpora
 from mtp_train.cli.job import Job
 from mtp_train.cli.regenerate import asked_tokens
+from mtp_train.core.errors import UserError
 from mtp_train.core.progress import say
 from mtp_train.core.records import Sizes
 from mtp_train.heads.base import DraftHead
@@ -33,6 +36,9 @@ from mtp_train.train.cost import train_bytes, train_flops
 def stage(job: Job) -> None:
     plan: PlanConfig = job.section("plan", PlanConfig)
     if plan.tokens:
+        take_published(job)
+    require_files(job)
+    if plan.tokens:
         loads = [Workload("train", 0, plan.tokens)]
     else:
         with job.folder.held("plan" if job.folder.begun("precompute") else "precompute"):
@@ -40,6 +46,40 @@ def stage(job: Job) -> None:
     outlook = Outlook(job, plan, loads, plan.ranks)
     outlook.show(Console())
     outlook.require_disk()
+
+
+def take_published(job: Job) -> None:
+    """Plan by the dimensions that a recipe publishes of its own models, where their folders aren't here yet."""
+    recipe = job.config["recipe"]
+    if not recipe:
+        return
+    target, head = job.target_config, job.head_config
+    usual = load_config([f"recipe={recipe}"])
+    if target.path == usual["target"]["path"]:
+        job.target_config = replace(target, path=_published(recipe, "target", target.path))
+    if getattr(head, "path", "") and head.path == usual["head"].get("path"):
+        job.head_config = replace(head, path=_published(recipe, "draft", head.path))
+
+
+def _published(recipe: str, name: str, path: str) -> str:
+    """The folder of a model, or the recipe's own with its published config where that isn't there."""
+    own = recipe_folder(recipe) / name
+    if Path(path).exists() or not (own / "config.json").is_file():
+        return path
+    say(f"plan: {path} isn't there yet; its dimensions are those that the recipe publishes, {own}")
+    return str(own)
+
+
+def require_files(job: Job) -> None:
+    """Raise unless the target's folder holds what a plan reads of it."""
+    folder = Path(job.target_config.path)
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            "a plan needs the target's config.json, and its tokenizer (tokenizer.json, "
+            "tokenizer_config.json) unless plan.tokens says how many tokens",
+            f"{folder} without config.json",
+            "download these files there; the weights can wait",
+        )
 
 
 def announce(job: Job, plan: PlanConfig, text: Mapping[str, Corpus], ranks: int) -> None:

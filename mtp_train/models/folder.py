@@ -35,8 +35,8 @@ class TensorHeader:
     shape: tuple[int, ...]
 
 
-def require_model_folder(path: str | Path) -> Path:
-    """The folder, if it holds a config and safetensors; else a `UserError` that says what is missing."""
+def require_config_folder(path: str | Path) -> Path:
+    """The folder, if it holds a config: enough for dimensions and text, for which no weights need be there."""
     folder = Path(path)
     if not (folder / "config.json").is_file():
         raise UserError(
@@ -44,6 +44,12 @@ def require_model_folder(path: str | Path) -> Path:
             folder,
             "download the target there or name another folder",
         )
+    return folder
+
+
+def require_model_folder(path: str | Path) -> Path:
+    """The folder, if it holds a config and safetensors; else a `UserError` that says what is missing."""
+    folder = require_config_folder(path)
     if not any(folder.glob("*.safetensors")):
         raise UserError(
             "a target's weights must be safetensors",

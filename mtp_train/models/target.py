@@ -32,7 +32,11 @@ from mtp_train.attention import interface
 from mtp_train.core.errors import UserError
 from mtp_train.core.provenance import digest
 from mtp_train.models.accounting import require_accounted
-from mtp_train.models.folder import require_model_folder, weights_digest
+from mtp_train.models.folder import (
+    require_config_folder,
+    require_model_folder,
+    weights_digest,
+)
 from mtp_train.models.identity import (
     Identity,
     config_identity,
@@ -448,7 +452,7 @@ def target_hash(path: str | Path, quantisation: str = NONE) -> str:
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer that lies in the target's folder."""
-    folder = require_model_folder(path)
+    folder = require_config_folder(path)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
