@@ -24,6 +24,7 @@ from evaluations import (
 )
 from toys import make_lively_target, make_tokenizer
 
+from mtp_train.cli.sweep import evaluation_figures
 from mtp_train.core.dist import Ranks
 from mtp_train.core.errors import UserError
 from mtp_train.dialogue.rows import completion_row, row_completion
@@ -195,12 +196,22 @@ def test_a_set_of_which_nothing_is_answered(tmp_path: Path) -> None:
         ({"sets": {"heldout": "x"}}, "must not be one of heldout, ood"),
         ({"temperatures": [-1.0]}, "temperatures must be 0 or more"),
         ({"ks": [0]}, "ks must be 1 or more"),
-        ({"sampled_prompts": 0}, "sampled_prompts must be 1 or more"),
+        ({"sampled_prompts": -1}, "sampled_prompts must be 0 or more"),
+        ({"grid_prompts": 0}, "grid_prompts must be 1 or more"),
     ],
 )
 def test_a_wrong_configuration(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         EvaluateConfig(**change)
+
+
+def test_without_sampled_prompts_the_sampled_run_is_left_out(tmp_path: Path) -> None:
+    found = measure(tmp_path, config=replace(CONFIG, sampled_prompts=0, temperatures=[], ks=[]))
+    assert {name: list(modes) for name, modes in found.sets.items()} == {
+        name: ["greedy"] for name in found.sets
+    }
+    assert {row["temperature"] for row in found.grid} == {0.0}
+    assert {figure.split("/")[1] for figure in evaluation_figures(found.sets)} == {"greedy"}
 
 
 def test_turns_by_their_messages() -> None:

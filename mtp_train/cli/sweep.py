@@ -41,7 +41,6 @@ from mtp_train.train.metrics import ValidationSums
 STAGES = ("train", "evaluate")
 LINKED = ("regenerate", "precompute")
 METRICS = {"train": "tau_teacher_forced", "evaluate": "heldout/greedy/tau"}
-MODES = ("greedy", "sampled")
 FIGURES = ("tau", "tau_macro", "acceptance_rate")
 LISTS = ("per_position", "conditional")
 SWEPT = (
@@ -164,13 +163,14 @@ class _Sweep:
         names = list(ValidationSums(config.rollout_steps, terms).summary())
         if self.stage == "evaluate":
             measured: EvaluateConfig = job.section("evaluate", EvaluateConfig)
-            empty = {mode: _no_figures(measured.drafts) for mode in MODES}
+            empty = {mode: _no_figures(measured.drafts) for mode in _modes(measured)}
             sets = [*evaluate.set_names(self.parent), *measured.sets]
             names += evaluation_figures({name: empty for name in sets})
         return names
 
     def _report(self) -> Report:
-        taus = [f"{name}/{mode}/tau" for name in evaluate.SETS for mode in MODES]
+        modes = _modes(self.parent.section("evaluate", EvaluateConfig))
+        taus = [f"{name}/{mode}/tau" for name in evaluate.SETS for mode in modes]
         shown = taus if self.stage == "evaluate" else ()
         return Report(self.stage, self.metric, tuple(self.rows), tuple(shown))
 
@@ -272,13 +272,19 @@ def _short(name: str) -> str:
 def evaluation_figures(sets: dict[str, Any]) -> dict[str, float]:
     """An evaluation's acceptance by names such as `heldout/greedy/tau` and `ood/sampled/per_position/1`."""
     found: dict[str, float] = {}
-    for name, mode in itertools.product(sets, MODES):
+    measured = [(name, mode) for name, modes in sets.items() for mode in modes]
+    for name, mode in measured:
         record = sets[name][mode]
         found |= {f"{name}/{mode}/{figure}": record[figure] for figure in FIGURES}
         for figure in LISTS:
             values = enumerate(record[figure], start=1)
             found |= {f"{name}/{mode}/{figure}/{position}": value for position, value in values}
     return found
+
+
+def _modes(config: EvaluateConfig) -> list[str]:
+    """What is measured of every set."""
+    return ["greedy", "sampled"] if config.sampled_prompts else ["greedy"]
 
 
 def _no_figures(drafts: int) -> dict[str, Any]:

@@ -146,6 +146,11 @@ def _compare(
 ) -> None:
     """Add what one set says of two runs in one mode."""
     about = {"a": a.name, "b": b.name, "set": name, "mode": mode}
+    modes = [one.evaluation["sets"][name] for one in (a, b)]
+    if not all(mode in measured for measured in modes):
+        if any(mode in measured for measured in modes):
+            left.append(about | {"reason": "not measured in the other run"})
+        return
     if a.temperature(name, mode) != b.temperature(name, mode):
         left.append(about | {"reason": "measured at other temperatures"})
         return

@@ -46,7 +46,7 @@ class Grid:
     Attributes:
         greedy, sampled: the main runs.
         cells: of the grid, all on the same `prompts`; none: the main runs stand for it.
-        sampled_prompts, prompts: how many prompts, a fixed draw.
+        sampled_prompts, prompts: how many prompts, a fixed draw. Without sampled_prompts there is no sampled run.
     """
 
     greedy: Cell
@@ -59,7 +59,8 @@ class Grid:
     def counts(self) -> dict[Cell, int]:
         """Prompts of every cell that is run; a smaller draw is part of a larger one."""
         found = dict.fromkeys(self.cells, self.prompts)
-        found[self.sampled] = max(self.sampled_prompts, found.get(self.sampled, 0))
+        if self.sampled_prompts:
+            found[self.sampled] = max(self.sampled_prompts, found.get(self.sampled, 0))
         found[self.greedy] = ALL
         return dict(sorted(found.items(), key=lambda item: (item[0].k, item[0].temperature)))
 
@@ -119,20 +120,18 @@ def _runs(
 
 
 def _modes(prompts: PromptSet, grid: Grid, runs: Mapping[tuple[str, Cell], Run]) -> dict[str, Any]:
-    some = prompts.drawn(grid.sampled_prompts)
-    return {
-        "greedy": _record(prompts, prompts, grid.greedy, runs),
-        "sampled": _record(prompts, some, grid.sampled, runs),
-    }
+    found = {"greedy": _record(prompts, prompts, grid.greedy, runs)}
+    if grid.sampled_prompts:
+        some = prompts.drawn(grid.sampled_prompts)
+        found["sampled"] = _record(prompts, some, grid.sampled, runs)
+    return found
 
 
 def _cells(
     prompts: PromptSet, grid: Grid, runs: Mapping[tuple[str, Cell], Run]
 ) -> list[dict[str, Any]]:
-    draws = {cell: grid.prompts for cell in grid.cells} or {
-        grid.greedy: ALL,
-        grid.sampled: grid.sampled_prompts,
-    }
+    main = {grid.sampled: grid.sampled_prompts} if grid.sampled_prompts else {}
+    draws = {cell: grid.prompts for cell in grid.cells} or {grid.greedy: ALL, **main}
     found = []
     for cell, count in draws.items():
         record = _record(prompts, prompts.drawn(count), cell, runs)

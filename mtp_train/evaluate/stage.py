@@ -42,7 +42,7 @@ class EvaluateConfig:
         depth, top_k: of a tree.
         max_new_tokens: longest output.
         temperature: of the sampled run beside the greedy one.
-        sampled_prompts: prompts per set of the sampled run, a fixed draw from the set.
+        sampled_prompts: prompts per set of the sampled run, a fixed draw from the set; 0 leaves it out.
         temperatures, ks: acceptance is measured at every pair of these too, on `grid_prompts` prompts per set, a fixed
             draw. Naming one of them leaves the other at the main runs' own.
         speed_prompts: prompts of the speed run (a fixed draw from the first set, one batch at least; 0 leaves it out).
@@ -78,10 +78,11 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         require_names(list(self.sets), ANSWERED)
-        for name in ("drafts", "max_new_tokens", "sampled_prompts", "grid_prompts"):
-            if getattr(self, name) < 1:
+        least = {"drafts": 1, "max_new_tokens": 1, "sampled_prompts": 0, "grid_prompts": 1}
+        for name, lowest in least.items():
+            if getattr(self, name) < lowest:
                 raise UserError(
-                    f"evaluate.{name} must be 1 or more", getattr(self, name), "raise it"
+                    f"evaluate.{name} must be {lowest} or more", getattr(self, name), "raise it"
                 )
         self.drafted(self.drafts)
         if self.temperature < 0:
