@@ -223,6 +223,10 @@ class Job:
         targets[wanted].chat_template_kwargs = values.chat_template_kwargs
         return targets[wanted]
 
+    def forget_targets(self) -> None:
+        """Let go of the targets that were loaded; whoever needs one again loads it again."""
+        self.process.targets.clear()
+
     @property
     def training_runs_target(self) -> bool:
         """Whether training needs the whole target, rather than its ends."""
