@@ -184,8 +184,8 @@ class Table:
 
     def rows(self, keep_n: np.ndarray) -> Table:
         names = tuple(np.array(self.conversation, dtype=object)[keep_n])
-        kept = (part[keep_n] for part in (self.step_nC, self.every_n, self.node_n, self.token_n))
-        return Table(*kept, names)
+        step_nC, every_n = self.step_nC[keep_n], self.every_n[keep_n]
+        return Table(step_nC, every_n, self.node_n[keep_n], self.token_n[keep_n], names)
 
     def counts(self) -> dict[str, Any]:
         return {
