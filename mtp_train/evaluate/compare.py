@@ -233,7 +233,7 @@ def _units(run: Run, drafts: int) -> dict[tuple[str, str, int], np.ndarray]:
 
 
 def _metrics(sum_nC: np.ndarray) -> np.ndarray:
-    """tokens per step, tau, tokens per completion and per-position acceptance of sums [rows, 5 + K] -> [rows, 3 + K]."""
+    """Tokens per step, tau, tokens per completion, per-position acceptance of sums [rows, 5 + K] -> [rows, 3 + K]."""
     prompts, tokens, every, steps, accepted = (sum_nC[:, at : at + 1] for at in range(5))
     some = np.maximum(steps, 1)
     return np.concatenate(
