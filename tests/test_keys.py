@@ -35,7 +35,8 @@ SAID = {
         engine.attention engine.max_batch engine.order engine.page_size engine.prefill_rows engine.share_prefixes
         engine.tensor_parallel evaluate.cost_batches evaluate.cost_repeats evaluate.examples evaluate.grid_prompts
         evaluate.ks evaluate.lossless_prompts evaluate.reference_prompts evaluate.sampled_prompts
-        evaluate.speed_batches evaluate.speed_prompts evaluate.temperature evaluate.temperatures export.format
+        evaluate.speed_batches evaluate.speed_prompts evaluate.speed_rounds evaluate.speed_tokens
+        evaluate.temperature evaluate.temperatures export.format
         precompute.gate_sequences regenerate.limits train.keep""",
     NOTHING: """
         go_on plan.allow_shortfall plan.ranks plan.stage_seconds plan.tflops plan.tokens plan.tokens_per_second
