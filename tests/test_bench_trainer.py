@@ -13,6 +13,10 @@ from pathlib import Path
 import pytest
 from toys import make_target
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+
+import bench_trainer
+
 TOOL = Path(__file__).parents[1] / "tools" / "bench_trainer.py"
 STAND_IN = """
 import json, sys
@@ -35,6 +39,21 @@ def peer_python(tmp_path: Path) -> Path:
     script.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{tmp_path}/stand_in.py" "$@"\n')
     script.chmod(0o755)
     return script
+
+
+@pytest.mark.parametrize("name", ["--llama-pairs", "--llama-rows"])
+def test_a_shape_without_steps_is_left_out(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", "--out", "x.json", name, "0"])
+    assert bench_trainer.cases(bench_trainer.parse()) == []
+
+
+def test_no_counted_steps_are_refused_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", "--out", "x.json", "--pairs", "0"])
+    with pytest.raises(SystemExit):
+        bench_trainer.parse()
+    assert "--pairs: must be 1 or more, not 0" in capsys.readouterr().err
 
 
 def test_both_sides_step_in_turns_and_are_compared(tmp_path: Path, peer_python: Path) -> None:

@@ -11,11 +11,8 @@ import template_table
 from chat_families import ROWS, Family, own_families, row, template_of, trl_templates
 from template_table import Cell, cells, differences
 
-from mtp_train.text.template import (
-    CLOSED_REASONING,
-    NO_REASONING,
-    NO_TEXT,
-)
+from mtp_train.text.served_turns import NO_REASONING, NO_TEXT
+from mtp_train.text.template import CLOSED_REASONING
 
 needs_trl = pytest.mark.skipif(
     trl_templates() is None, reason="trl is not installed (make setup installs it)"

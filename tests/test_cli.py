@@ -8,8 +8,10 @@ import re
 import shutil
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -1276,6 +1278,31 @@ def test_a_head_alone_is_measured_on_prompt_sets(
     assert "inputs changed" in capsys.readouterr().err
     shutil.rmtree(run / "train")
     assert "must hold head.json" in mistake(capsys, "evaluate", *arguments)
+
+
+def test_the_served_target_is_gone_before_the_exact_one_is_loaded(
+    pipeline: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = copied(pipeline, tmp_path)
+    alive: weakref.WeakSet[Target] = weakref.WeakSet()
+    before: list[tuple[str, int]] = []
+    load = Target.load
+
+    def noted(path: Path, dtype: str = "bfloat16", **more: Any) -> Target:
+        before.append((dtype, len(alive)))
+        target = load(path, dtype, **more)
+        alive.add(target)
+        return target
+
+    monkeypatch.setattr(Target, "load", noted)
+    less = ["target.dtype=bfloat16", "evaluate.speed_prompts=0", "evaluate.reference_prompts=0"]
+    assert guarded(lambda: dispatch("evaluate", [*overrides(folder), *less])) == 0
+    assert before == [("bfloat16", 0), ("float32", 0)]
+    assert not alive
+    assert re.search(r"evaluate: loading \d+ s, .*acceptance \d+ s", capsys.readouterr().err)
 
 
 def test_a_report_without_speed_and_losslessness(pipeline: Path, tmp_path: Path) -> None:

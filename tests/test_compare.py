@@ -12,6 +12,7 @@ from evaluations import CONFIG, measure
 
 from mtp_train.core.errors import UserError
 from mtp_train.evaluate.compare import TOO_FEW, UNDECIDED, compare_runs, paired
+from mtp_train.report.comparison import findings
 
 
 def evaluated(folder: Path, size: float, **changes: Any) -> Path:
@@ -76,14 +77,14 @@ def test_prompts_of_one_run_alone_are_counted(runs: list[Path], tmp_path: Path) 
 
 
 def test_a_difference_needs_its_interval_and_enough_prompts() -> None:
-    """Columns: completions, tokens, steps, accepted, accepted more than 0."""
+    """Columns: completions, tokens, all steps, those with drafts, accepted, accepted more than 0."""
     rng = np.random.default_rng(3)
     steps = rng.integers(20, 40, size=200)
     ones, tokens = np.ones(200), np.full(200, 64)
 
     def counts(rate: float) -> np.ndarray:
         accepted = rng.binomial(steps, rate)
-        return np.column_stack([ones, tokens, steps, accepted, accepted])
+        return np.column_stack([ones, tokens, steps, steps, accepted, accepted])
 
     better, same = counts(0.6), counts(0.5)
     rows = {row["metric"]: row for row in paired(counts(0.5), better, ("A", "B"))}
@@ -92,6 +93,24 @@ def test_a_difference_needs_its_interval_and_enough_prompts() -> None:
     assert rows["tau"]["ci"][0] < 0.1 < rows["tau"]["ci"][1]
     assert paired(better, same, ("A", "B"))[0]["verdict"] == "A is better"
     assert paired(better[:5], same[:5], ("A", "B"))[0]["verdict"] == TOO_FEW
+
+
+def test_runs_with_steps_without_drafts_are_compared_by_tokens_per_step_of_all_steps() -> None:
+    """A's tau is higher, over the few steps in which it drafted; B says more tokens a step."""
+    ones, every = np.ones(40), np.full(40, 30)
+    few, accepted = np.full(40, 3), np.full(40, 3)
+    lookup = np.column_stack([ones, every + accepted, every, few, accepted, accepted])
+    half = np.full(40, 15)
+    head = np.column_stack([ones, every + half, every, every, half, half])
+    rows = {row["metric"]: row for row in paired(lookup, head, ("A", "B"))}
+    assert (rows["tau"]["a_value"], rows["tau"]["b_value"]) == (2.0, 1.5)
+    per_step = rows["tokens_per_step"]
+    assert (per_step["a_value"], per_step["b_value"]) == (1.1, 1.5)
+    assert per_step["verdict"] == "B is better"
+    pairs = [{"a": "A", "b": "B", "set": "x", "mode": "greedy"} | row for row in rows.values()]
+    (said,) = findings({"runs": [{"name": "A"}, {"name": "B"}], "pairs": pairs})
+    assert "B is better than A" in said and "tokens per step higher by 0.40" in said
+    assert "tokens_per_step" not in {row["metric"] for row in paired(head, head, ("A", "B"))}
 
 
 def test_equal_heads_are_seldom_told_apart() -> None:
@@ -104,7 +123,7 @@ def test_equal_heads_are_seldom_told_apart() -> None:
         for _ in range(2):
             steps = np.full(60, 30)
             accepted = rng.binomial(steps, hard)
-            runs.append(np.column_stack([np.ones(60), steps * 2, steps, accepted, accepted]))
+            runs.append(np.column_stack([np.ones(60), steps * 2, steps, steps, accepted, accepted]))
         wrong += paired(runs[0], runs[1], ("A", "B"))[0]["verdict"] != UNDECIDED
     assert 1 <= wrong <= 24
 

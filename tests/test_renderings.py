@@ -34,11 +34,10 @@ from mtp_train.engine.sequences import Completion, Request
 from mtp_train.models.target import stop_tokens
 from mtp_train.regenerate.stage import Outcome, RegenerateConfig, regenerate
 from mtp_train.text import template as template_module
+from mtp_train.text.served_turns import NO_CALLS_RENDERED, NO_REPLY
 from mtp_train.text.template import (
     CONTEXT_ONLY,
     NO_CALLS,
-    NO_CALLS_RENDERED,
-    NO_REPLY,
     NO_ROLE,
     NO_TOOLS,
     OTHER_HEADER,

@@ -28,6 +28,7 @@ from mtp_train.report.places import NAME_GAP, Place, Point, Series, place_chart,
 from mtp_train.report.slices import cut_views, grid_panels
 from mtp_train.report.speed_model import advice, predicted_table
 from mtp_train.report.stage import write_comparison, write_report
+from mtp_train.report.tables import all_tables as report_tables
 from mtp_train.report.verdict import headline, lossless_tile, tiles
 
 HOSTILE = "<script>alert('owned')</script><img src=x onerror=alert(1)>"
@@ -536,6 +537,80 @@ def test_the_held_out_set_leads_whatever_the_order():
     turned = told | {"sets": dict(reversed(told["sets"].items()))}
     assert headline(turned) == headline(told)
     assert tiles(turned) == tiles(told)
+
+
+def timed_evaluation(best: int | None = None, **changes: Any) -> dict[str, Any]:
+    """With rounds, an interval and processor time beside every ratio; `changes` are of k = 2."""
+    told = evaluation()
+    told["speed"]["rounds"] = 3
+    for run in told["speed"]["speculative"].values():
+        ratio = run["ratio"]
+        run |= {"ratio_ci": [ratio - 0.02, ratio + 0.03], "cpu_ratio": ratio, "warnings": []}
+        run |= {"rounds": [ratio] * 3, "tokens_per_step": run["tau"]}
+    told["speed"]["speculative"]["2"] |= changes
+    if best is not None:
+        told["speed_model"] = {"recommended": {"1": best}}
+    return told
+
+
+def test_the_headline_speed_is_that_of_the_recommended_k():
+    ratios = {k: run["ratio"] for k, run in speed()["speculative"].items()}
+    for best, k in ((1, "1"), (2, "2"), (8, "3")):
+        told = timed_evaluation(best)
+        assert f"{ratios[k]:.2f}\N{MULTIPLICATION SIGN} as fast" in headline(told)
+        assert f"at k = {k}" in headline(told) and tiles(told)[2].value.startswith(
+            f"{ratios[k]:.2f}"
+        )
+    assert "not faster with any k" in headline(timed_evaluation(0))
+
+
+def test_a_speed_that_is_warned_of_is_no_headline():
+    warned = ["the ratio 2.09 exceeds the 1.59 tokens per step, which no schedule can"]
+    told = timed_evaluation(2, ratio=2.09, tokens_per_step=1.59, warnings=warned)
+    assert "its speed is not measurable here" in headline(told) and "2.09" not in headline(told)
+    tile = tiles(told)[2]
+    assert tile.unit == "not measurable here" and "2.09" not in tile.value
+    assert "exceeds the 1.59 tokens per step" in tile.lines[0]
+    del told["speed_model"]
+    told["k"] = 2
+    html = page(told, [], {})
+    assert "k = 2 is not measurable here:" in html and html.count("which no schedule can") >= 2
+    assert "k = 1 is not measurable here:" not in html
+    assert "which no schedule can" in markdown(told, [], {})
+
+
+def test_a_set_without_categories_has_one_row_each():
+    told = evaluation()
+    for modes in told["sets"].values():
+        for whole in modes.values():
+            whole["categories"] = {"all": {**whole, "categories": {}}}
+    rows = report_tables(told, [], {})["acceptance"].rows
+    assert len(rows) == len({row[:3] for row in rows}) == 4
+
+
+def test_a_cut_of_one_bin_is_left_out():
+    told = rich()
+    for modes in told["sets"].values():
+        for whole in modes.values():
+            for name in ("by_turn", "by_prompt_length"):
+                whole[name] = whole[name][:1]
+    assert [view["table"] for view in cut_views(told)] == ["by_output_position"]
+    assert not {"by_turn", "by_prompt_length"} & set(report_tables(told, [], {}))
+
+
+def test_prompt_lookup_is_told_by_tokens_per_step_of_all_steps():
+    told = evaluation()
+    assert "tokens per step, all steps" not in report_tables(told, [], {})["acceptance"].header
+    told["scheme"] = {"kind": "ngram"}
+    for modes in told["sets"].values():
+        for whole in modes.values():
+            whole |= {"steps": 9 * whole["drafts"], "tau": 1.307}
+            whole |= {"tokens_per_step": 1.066, "tokens_per_step_ci": [1.05, 1.08]}
+    table = report_tables(told, [], {})["acceptance"]
+    at = table.header.index("tokens per step, all steps")
+    assert table.rows[0][at] == "1.066"
+    assert "yields 1.07 tokens" in headline(told)
+    assert "1.07" in {tile.value for tile in tiles(told)}
 
 
 def test_lossless_verdicts():

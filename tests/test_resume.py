@@ -113,6 +113,8 @@ def test_keys_that_change_no_step_let_half_done_training_go_on(
 ) -> None:
     newest = break_off(folder, monkeypatch)[-1]
     step = int(newest.name.removeprefix("step-"))
+    assert guarded(lambda: dispatch("plan", lines_of(folder))) == 0
+    assert "plan: train: half done: it would go on" in capsys.readouterr().err
     other = ("train.validations=3", "train.checkpoints=2", "train.explode=50", "threads=1")
     online = (
         "train.online_eval.every=2",
@@ -134,6 +136,11 @@ def test_keys_that_change_the_result_are_refused_by_name_and_nothing_is_removed(
 ) -> None:
     break_off(folder, monkeypatch)
     before = content(folder / "run" / "train")
+    assert guarded(lambda: dispatch("plan", lines_of(folder, change))) == 0
+    assert (
+        f"plan: train: half done with other values ({change.split('=')[0]} "
+        in capsys.readouterr().err
+    )
     line = mistake(capsys, "train", *lines_of(folder, change))
     name, value = change.split("=")
     assert f"{name} " in line and " -> " in line and value in line

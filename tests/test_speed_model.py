@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,9 @@ from head_variants import VARIANTS, make_variant
 from toys import make_target, toy_config
 
 from mtp_train.core.errors import UserError
+from mtp_train.engine.engine import Engine, EngineConfig, RunStats
 from mtp_train.engine.schemes import SchemeConfig
-from mtp_train.engine.sequences import Request
+from mtp_train.engine.sequences import Completion, Request
 from mtp_train.evaluate.costs import DRAFTS, BatchCost, costs_as_json, measure_costs
 from mtp_train.evaluate.speed import (
     SpeedModel,
@@ -24,6 +27,7 @@ from mtp_train.evaluate.speed import (
     whole_batches,
 )
 from mtp_train.evaluate.stage import EvaluateConfig, PromptSet
+from mtp_train.evaluate.timings import Timed, summed
 from mtp_train.heads.medusa import MedusaConfig
 from mtp_train.heads.medusa import build as build_medusa
 from mtp_train.heads.mtp import MtpConfig, build
@@ -92,7 +96,7 @@ def test_the_recommended_k_follows_the_costs() -> None:
 
 def test_measured_points_stand_beside_the_model_at_the_batch_that_ran() -> None:
     model = SpeedModel([made_up(1, 10, 0, 2, 0), made_up(3, 20, 0, 4, 0)], [0.5])
-    run = {"ratio": 1.2, "tau": 1.4, "running": 2.0}
+    run = {"ratio": 1.2, "ratio_ci": [1.1, 1.3], "warnings": [], "tau": 1.4, "running": 2.0}
     (row,) = compared(model, {"batch": 3, "speculative": {"1": run}})
     assert (row["batch"], row["k"], row["speedup"], row["tau"]) == (3, 1, 1.2, 1.4)
     assert row["predicted"] == pytest.approx(1.5 * 15 / 18)
@@ -210,8 +214,99 @@ def test_batched_and_single_runs_say_the_same_number_of_tokens() -> None:
             target, head, requests, {k: SchemeConfig(drafts=k) for k in (1, 2)}, batch
         )
         runs = [speed["plain"], *speed["speculative"].values()]
-        assert [run["tokens"] for run in runs] == [24] * 3
+        assert [run["tokens"] for run in runs] == [3 * 24] * 3
         assert [set(run) >= {"ratio", "tau", "running"} for run in runs] == [False, True, True]
+
+
+def timed_run(
+    number: int, wall: float, steps: int, cpu: float | None = None, accepted: int = 0
+) -> Timed:
+    """16 tokens in so much time."""
+    stats = RunStats(wall, {"target": wall / 2}, 16, steps)
+    return Timed(number, 0, stats, wall if cpu is None else cpu, steps, accepted, steps)
+
+
+def against(*timed: Timed, plain: Sequence[Timed] | None = None) -> dict[str, Any]:
+    """What is told of runs beside plain decoding of a second a round."""
+    usual = [timed_run(one.number, 1.0, 15) for one in timed]
+    found = summed({0: plain or usual, 2: timed}, "cpu")["speculative"]["2"]
+    assert isinstance(found, dict)
+    return found
+
+
+def test_a_believable_ratio_has_no_warning_and_a_slow_round_does_not_move_the_median() -> None:
+    even = against(*(timed_run(n, 0.75, 10, accepted=5) for n in range(3)))
+    assert even["ratio"] == pytest.approx(4 / 3) and even["warnings"] == []
+    assert even["tau"] == even["tokens_per_step"] == 1.5
+    slow = against(*(timed_run(n, 0.75 if n else 3.0, 10, accepted=5) for n in range(3)))
+    assert slow["ratio"] == pytest.approx(4 / 3)
+    assert slow["rounds"] == pytest.approx([1 / 3, 4 / 3, 4 / 3])
+    assert ["rounds disagree" in text for text in slow["warnings"]] == [True]
+    low, high = slow["ratio_ci"]
+    assert low <= slow["ratio"] <= high and low < high
+
+
+def test_a_ratio_above_the_tokens_per_step_is_warned_of() -> None:
+    found = against(*(timed_run(n, 0.5, 10, accepted=5) for n in range(3)))
+    assert found["ratio"] == 2.0 and found["tokens_per_step"] == 1.5
+    (text,) = found["warnings"]
+    assert "exceeds the 1.50 tokens per step" in text
+
+
+def test_wall_time_that_parts_from_processor_time_is_warned_of() -> None:
+    plain = [timed_run(n, 1.4, 15, cpu=1.0) for n in range(3)]
+    found = against(*(timed_run(n, 1.0, 12, cpu=1.0, accepted=6) for n in range(3)), plain=plain)
+    assert found["ratio"] == pytest.approx(1.4) and found["cpu_ratio"] == pytest.approx(1.0)
+    assert ["processor time 1.00" in text for text in found["warnings"]] == [True]
+    starved = [timed_run(n, 1.0, 15, cpu=0.4) for n in range(3)]
+    found = against(*(timed_run(n, 0.8, 10, cpu=0.32, accepted=5) for n in range(3)), plain=starved)
+    assert ["for 40% of the wall time" in text for text in found["warnings"]] == [True]
+
+
+def test_every_round_times_every_scheme_in_an_order_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = make_target()
+    seen: list[int] = []
+    generate = Engine.generate
+
+    def noted(engine: Engine, requests: Sequence[Request], **more: Any) -> list[Completion]:
+        seen.append(engine.proposer.drafts)
+        return generate(engine, requests, **more)
+
+    monkeypatch.setattr(Engine, "generate", noted)
+    schemes = {k: SchemeConfig(drafts=k) for k in (1, 2)}
+    head = build(target, MtpConfig())
+    speed = measure_speed(target, head, prompt_set(2).requests, schemes, 1, rounds=4)
+    rounds = [seen[3 + 6 * at : 9 + 6 * at] for at in range(4)]
+    assert [sorted(one) for one in rounds] == [[0, 0, 1, 1, 2, 2]] * 4
+    assert len({tuple(one) for one in rounds}) > 1
+    assert [len(run["rounds"]) for run in speed["speculative"].values()] == [4, 4]
+    assert speed["plain"]["cpu"] > 0
+
+
+def test_the_model_promises_no_more_than_tau() -> None:
+    """A step with drafts that is measured as cheaper than a plain one is noise."""
+    noisy = made_up(1, 10.0, -0.5, 0.0, 0.0)
+    assert SpeedModel([noisy], [0.5, 0.25]).speedup(1, 2) == 1.75
+
+
+def test_the_engines_of_a_speed_run_have_caches_of_their_prompts_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows: list[int] = []
+    made = Engine.__init__
+
+    def noted(engine: Engine, target: Target, proposer: Any, config: EngineConfig) -> None:
+        rows.append(config.cache_rows)
+        made(engine, target, proposer, config)
+
+    monkeypatch.setattr(Engine, "__init__", noted)
+    target = make_target()
+    requests = prompt_set(4).requests
+    measure_speed(target, build(target, MtpConfig()), requests, {1: SchemeConfig(drafts=1)}, 2)
+    # 3 + 6 tokens, the draft and two pages of slack, for two at once
+    assert rows == [2 * 48, 2 * 48]
 
 
 @pytest.mark.parametrize("name", list(VARIANTS))

@@ -23,10 +23,10 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from mtp_train.core.errors import UserError
 from mtp_train.core.records import Conversation, TokenizedConversation
 from mtp_train.models.target import load_tokenizer
+from mtp_train.text.served_turns import NO_REASONING
 from mtp_train.text.template import (
     AS_TEXT,
     NO_CALLS,
-    NO_REASONING,
     TAIL,
     ChatTemplate,
     Refusal,

@@ -82,13 +82,20 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peer-python", type=Path, default=ROOT / ".venv-peer" / "bin" / "python")
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=3, help="draft steps")
-    parser.add_argument("--pairs", type=int, default=3, help="counted steps of each side")
+    parser.add_argument("--pairs", type=counted, default=3, help="counted steps of each side")
     parser.add_argument("--documents", nargs="+", choices=DOCUMENTS, default=list(DOCUMENTS))
     parser.add_argument("--llama-rows", type=int, default=256, help="0 leaves this shape out")
     parser.add_argument("--llama-steps", type=int, default=1)
-    parser.add_argument("--llama-pairs", type=int, default=2)
+    parser.add_argument("--llama-pairs", type=int, default=2, help="0 leaves this shape out")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     return parser.parse_args()
+
+
+def counted(text: str) -> int:
+    """A number of steps that there are figures of."""
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be 1 or more, not {text}")
+    return int(text)
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
@@ -100,7 +107,7 @@ def cases(args: argparse.Namespace) -> list[Case]:
             found.append(
                 Case("smollm2", args.target, config, documents, args.steps, args.pairs, True)
             )
-    if args.llama_rows:
+    if args.llama_rows and args.llama_pairs > 0:
         documents = split(args.llama_rows, DOCUMENTS["several"])
         found.append(
             Case("llama", None, LLAMA, documents, args.llama_steps, args.llama_pairs, False)

@@ -19,7 +19,9 @@ from mtp_train.cli.main import dispatch, guarded
 from mtp_train.cli.run_folder import run_stage
 from mtp_train.cli.separation import trained_among
 from mtp_train.core.keys import END, config_inputs, inputs
+from mtp_train.core.progress import say
 from mtp_train.core.provenance import file_digest, versions, write_json
+from mtp_train.engine.clock import Clock
 from mtp_train.evaluate import stage as measure
 from mtp_train.evaluate.runs import Bench
 from mtp_train.evaluate.sets import PromptSet, answered_set, chat_set, tell, within
@@ -31,6 +33,8 @@ from mtp_train.text.sources import DataConfig, read_sources, sources_digest
 from mtp_train.train.loop import CURVES
 
 SETS = ANSWERED
+EXACT = "float32"  # bfloat16 has ties at every step
+MEASURED = ("validation", "lossless", "speed", "speed_model")  # left out where there is nothing
 
 
 def stage(job: Job) -> None:
@@ -65,62 +69,86 @@ def _before(job: Job, config: EvaluateConfig) -> dict[str, str]:
 
 
 def _work(job: Job, config: EvaluateConfig) -> Any:
-    size = job.engine_config.tensor_parallel
-    ranks = job.process.ranks.grouped(size)
+    ranks = job.process.ranks.grouped(job.engine_config.tensor_parallel)
     bench = Bench(job.folder.stage("evaluate") / "completions", ranks, config.seed)
-    target = job.target(tensor_parallel=size)
-    head, card = load_head(job.folder.head, target)
-    sets = [within(prompts, head.positions) for prompts in _sets(job, config)]
-    acceptance = measure.measure_acceptance(target, head, sets, config, job.engine_config, bench)
+    clock = Clock()
+    evaluation, head, sets = _as_served(job, config, bench, clock)
+    if config.lossless_prompts:
+        with clock("lossless"):
+            evaluation["lossless"] = _lossless(job, config, head, sets, bench)
     if ranks.main:
-        for prompts in sets:
-            tell(prompts)
-    accepted = acceptance.sets[sets[0].name]["greedy"]["per_position"]
-    parts = _parts(job, config, target, head, sets, bench, accepted)
-    if ranks.main:
-        examples = measure.make_examples(
-            job.tokenizer, sets[0], acceptance.greedy[sets[0].name], config.examples
+        kept = {name: told for name, told in evaluation.items() if told or name not in MEASURED}
+        write_json(job.folder.evaluation, kept)
+        say(
+            "evaluate: " + ", ".join(f"{part} {took:.0f} s" for part, took in clock.seconds.items())
         )
-        evaluation = {
-            "format": 2,
-            **_provenance(job, config, target, head, card),
-            "sets": acceptance.sets,
-            "grid": acceptance.grid,
-            "accounting": {prompts.name: prompts.accounting.as_dict() for prompts in sets},
-            **{name: value for name, value in parts.items() if value},
-            "examples": examples,
-        }
-        write_json(job.folder.evaluation, evaluation)
     ranks.wait()
     return file_digest(job.folder.evaluation)
 
 
-def _parts(
-    job: Job,
-    config: EvaluateConfig,
-    target: Target,
-    head: DraftHead,
-    sets: list[PromptSet],
-    bench: Bench,
-    accepted: list[float],
-) -> dict[str, Any]:
-    """Everything beside acceptance; what was not asked for, or has nothing to be measured on, is empty."""
+def _as_served(
+    job: Job, config: EvaluateConfig, bench: Bench, clock: Clock
+) -> tuple[dict[str, Any], DraftHead, list[PromptSet]]:
+    """The evaluation without losslessness, head and prompt sets; what was not asked for, or has nothing to be measured
+    on, is empty.
+
+    The target that serves is gone when this returns: the one in float32 needs the room.
+    """
+    with clock("loading"):
+        target = job.target(tensor_parallel=job.engine_config.tensor_parallel)
+        head, card = load_head(job.folder.head, target)
+        sets = [within(prompts, head.positions) for prompts in _sets(job, config)]
+    with clock("acceptance"):
+        acceptance = measure.measure_acceptance(
+            target, head, sets, config, job.engine_config, bench
+        )
+    if bench.ranks.main:
+        for prompts in sets:
+            tell(prompts)
+    first = sets[0].name
     answered = next((prompts for prompts in sets if prompts.answers), None)
     validation: dict[str, Any] = {}
     speed: dict[str, Any] = {}
     model: dict[str, Any] = {}
-    lossless: dict[str, Any] = {}
     if answered:
-        validation = measure.validation_figures(
-            target, head, answered, last_validation(job), config, bench
-        )
+        with clock("validation"):
+            validation = measure.validation_figures(
+                target, head, answered, last_validation(job), config, bench
+            )
     if not bench.ranks.unit:
-        speed, model = measure_speeds(target, head, sets[0], accepted, config)
+        accepted = acceptance.sets[first]["greedy"]["per_position"]
+        with clock("speed"):
+            speed, model = measure_speeds(target, head, sets[0], accepted, config)
     bench.ranks.wait()  # the others leave the machine to it
-    if config.lossless_prompts:
-        exact = job.target("float32", tensor_parallel=job.engine_config.tensor_parallel)
-        lossless = measure.measure_lossless(exact, head, sets, config, job.engine_config, bench)
-    return {"validation": validation, "lossless": lossless, "speed": speed, "speed_model": model}
+    evaluation = {
+        "format": 2,
+        **_provenance(job, config, target, head, card),
+        "sets": acceptance.sets,
+        "grid": acceptance.grid,
+        "accounting": {prompts.name: prompts.accounting.as_dict() for prompts in sets},
+        "validation": validation,
+        "lossless": {},
+        "speed": speed,
+        "speed_model": model,
+        "examples": measure.make_examples(
+            job.tokenizer, sets[0], acceptance.greedy[first], config.examples
+        ),
+    }
+    return evaluation, head, sets
+
+
+def _lossless(
+    job: Job, config: EvaluateConfig, head: DraftHead, sets: list[PromptSet], bench: Bench
+) -> dict[str, Any]:
+    """In float32; neither the target that serves nor, afterwards, this one is kept."""
+    if job.target_config.dtype != EXACT:
+        job.forget_targets()
+    try:
+        exact = job.target(EXACT, tensor_parallel=job.engine_config.tensor_parallel)
+        return measure.measure_lossless(exact, head, sets, config, job.engine_config, bench)
+    finally:
+        if job.target_config.dtype != EXACT:
+            job.forget_targets()
 
 
 def _provenance(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
@@ -234,6 +235,11 @@ class Job:
             )
         targets[wanted].chat_template_kwargs = values.chat_template_kwargs
         return targets[wanted]
+
+    def forget_targets(self) -> None:
+        """Let go of the targets that were loaded; whoever needs one again loads it again."""
+        self.process.targets.clear()
+        gc.collect()  # a model's modules refer to one another
 
     @property
     def training_runs_target(self) -> bool:

@@ -45,6 +45,12 @@ def stage(job: Job) -> None:
             loads = workloads(job)
     outlook = Outlook(job, plan, loads, plan.ranks)
     outlook.show(Console())
+    if job.folder.done("precompute") and job.folder.begun("train"):
+        from mtp_train.cli.train import (
+            foretold,
+        )  # with accelerate, which the rest does not wait for
+
+        say(f"plan: train: {foretold(job)}")
     outlook.require_disk()
 
 

@@ -225,6 +225,26 @@ def run_stage(
             ranks.wait()
 
 
+def outlook(
+    folder: RunFolder,
+    name: str,
+    inputs: Inputs,
+    earlier: Callable[[], Mapping[str, Any] | None] = lambda: None,
+) -> str:
+    """What a stage would do with what lies in its folder; changes nothing."""
+    found = _find(folder.stage(name), name, inputs, earlier)
+    changed = ", ".join(map(str, found.changed[:NAMED]))
+    if found.unusable:
+        return f"done with other values ({changed}): it would be set aside and done again"
+    if found.refused(folder) and folder.restart:
+        return f"half done with other values ({changed}): it would be set aside and begun anew"
+    if found.refused(folder):
+        return f"half done with other values ({changed}): refused, or begun anew with restart=true"
+    if found.half_done:
+        return "half done: it would go on"
+    return "done" if found.finished else "not begun"
+
+
 @dataclass(frozen=True)
 class _Found:
     """What lies in a stage's folder: finished or half-done work, and how its inputs differ."""

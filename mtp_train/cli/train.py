@@ -28,7 +28,7 @@ from mtp_train.cli.features import (
 )
 from mtp_train.cli.job import PRECISIONS, Job, Process
 from mtp_train.cli.main import dispatch, guarded
-from mtp_train.cli.run_folder import run_stage
+from mtp_train.cli.run_folder import outlook, run_stage
 from mtp_train.core.errors import UserError
 from mtp_train.core.keys import SPREAD, Inputs, config_inputs, inputs, plain
 from mtp_train.core.provenance import file_digest
@@ -67,7 +67,7 @@ def fit(job: Job) -> None:
     out = job.folder.stage("train")
     for place in (job.folder.head, out / BEST):
         require_own_checkpoint(place)
-    wanted = _inputs(job, config, head_config, before)
+    wanted = _inputs(job, config, before)
     run_stage(
         job.folder,
         "train",
@@ -80,18 +80,26 @@ def fit(job: Job) -> None:
     )
 
 
+def foretold(job: Job) -> str:
+    """What `mtp-train train` would do with what lies in the run folder; precompute must be done."""
+    config = _launched(job.section("train", TrainConfig), job.process)
+    wanted = _inputs(job, config, job.folder.require("precompute")["outputs"])
+    return outlook(job.folder, "train", wanted, lambda: _inputs_of_newest(job, wanted))
+
+
 def _inputs_of_newest(job: Job, wanted: Inputs) -> dict[str, Any] | None:
     """What the newest checkpoint was made with; of data and target, training itself looks at what it resumes from."""
     found = find_checkpoints(job.folder.stage("train") / "checkpoints")
     return plain(wanted) | noted_values(read_card(found[-1])) if found else None
 
 
-def _inputs(job: Job, config: TrainConfig, head_config: Any, features: str) -> Inputs:
+def _inputs(job: Job, config: TrainConfig, features: str) -> Inputs:
     """What the head depends on, by key.
 
     Args:
         features: digest of precompute's outputs.
     """
+    head_config = job.head_config
     found = config_inputs("train", config) | config_inputs("head", head_config)
     best_by = list(asdict(config.online_eval).values()) if config.keep == "best" else []
     found |= inputs({"train.best_by": best_by}, SPREAD)

@@ -23,6 +23,8 @@ def completion_row(completion: Completion) -> dict[str, Any]:
     }
     if completion.steps:
         row["steps"] = [[_short(getattr(step, name)) for name in STEP] for step in completion.steps]
+    if completion.undrafted:
+        row["undrafted"] = completion.undrafted
     return row
 
 
@@ -34,6 +36,7 @@ def row_completion(row: Mapping[str, Any]) -> Completion:
         tuple(row["output_ids"]),
         row["finish"],
         tuple(DraftStep(*map(_frozen, step)) for step in row.get("steps", ())),
+        undrafted=row.get("undrafted", 0),
     )
 
 

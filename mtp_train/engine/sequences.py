@@ -61,7 +61,11 @@ class DraftStep:
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished request. `steps` is empty without speculation."""
+    """A finished request. `steps` is empty without speculation.
+
+    Attributes:
+        undrafted: steps of a proposer that found nothing to draft: they said one token each.
+    """
 
     key: str
     prompt: tuple[int, ...]
@@ -69,6 +73,7 @@ class Completion:
     finish: str  # "stop", "length", "refused: <reason>" or "failed: <reason>"
     steps: tuple[DraftStep, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, where asked for
+    undrafted: int = 0
 
 
 @dataclass(eq=False)
@@ -98,6 +103,7 @@ class Sequence:
     draft: Any = None
     steps: list[DraftStep] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    undrafted: int = 0
     finish: str = ""
 
     @property
@@ -147,6 +153,7 @@ class Sequence:
             self.finish,
             tuple(self.steps),
             tuple(self.logprobs),
+            self.undrafted,
         )
 
     def _apply_rule(self) -> None:

@@ -463,6 +463,8 @@ class Step:
                 sequence.steps.append(
                     DraftStep((*taken, *rejected), len(taken), _count(draft, index), measured)
                 )
+            elif self.proposer.drafts:
+                sequence.undrafted += 1
             sequence.cached += len(path)
             if draft is not None and draft.parent_BN is None:
                 sequence.observed += min(accepted[index], draft.token_BN.shape[1] - 1)

@@ -1,7 +1,8 @@
 """Acceptance figures with the field's names, from the engine's own steps. Knows no engine and no report.
 
 Definitions (vLLM's, see README): a *draft* is one verification step that had drafts.
-    tau                 1 + accepted / drafts: tokens per step, the target's own token included
+    tau                 1 + accepted / drafts: tokens per draft, the target's own token included
+    tokens per step     1 + accepted / steps, those that had no drafts among them: equal to tau where every step drafts
     per position i      steps whose drafts 0..i were all accepted / steps (unconditional)
     conditional i       the same / steps whose drafts 0..i-1 were all accepted
     acceptance rate     accepted / drafted tokens
@@ -73,8 +74,8 @@ def figures(table: Table) -> dict[str, Any]:
     low, high = table.intervals()
     drafts = table.drafts
     point = _ratios(table.sums())[0]
-    names = [("tau", 0), ("acceptance_rate", 1)]
-    lists = [("per_position", slice(2, 2 + drafts)), ("conditional", slice(2 + drafts, None))]
+    names = [("tau", 0), ("tokens_per_step", 1), ("acceptance_rate", 2)]
+    lists = [("per_position", slice(3, 3 + drafts)), ("conditional", slice(3 + drafts, None))]
     found: dict[str, Any] = table.counts()
     for name, at in names:
         found |= {name: float(point[at]), f"{name}_ci": [float(low[at]), float(high[at])]}
@@ -149,6 +150,7 @@ class Table:
     step_nC: (
         np.ndarray
     )  # steps, then steps that accepted more than i drafts, i = 0 .. K-1 [n, 1 + K]
+    every_n: np.ndarray  # steps, those without drafts among them
     node_n: np.ndarray  # drafted tokens
     token_n: np.ndarray  # tokens of the output
     conversation: tuple[str, ...]
@@ -165,8 +167,12 @@ class Table:
         """Of the steps and tokens in places low .. high of the outputs (high None: to the end)."""
         token_n = [min(len(c.tokens), high or len(c.tokens)) - low for c in completions]
         rows = [_steps(completion, drafts, low, high) for completion in completions]
+        step_nC = np.array([row for row, _ in rows]).reshape(len(rows), 1 + drafts)
+        # Where steps without drafts stand is not kept: they count in no part of an output.
+        undrafted = [item.undrafted * (low == 0 and high is None) for item in completions]
         return cls(
-            np.array([row for row, _ in rows]).reshape(len(rows), 1 + drafts),
+            step_nC,
+            step_nC[:, 0] + np.array(undrafted, dtype=float),
             np.array([nodes for _, nodes in rows]),
             np.maximum(np.array(token_n, dtype=np.int64), 0),
             tuple(place.conversation for place in places),
@@ -178,7 +184,8 @@ class Table:
 
     def rows(self, keep_n: np.ndarray) -> Table:
         names = tuple(np.array(self.conversation, dtype=object)[keep_n])
-        return Table(self.step_nC[keep_n], self.node_n[keep_n], self.token_n[keep_n], names)
+        step_nC, every_n = self.step_nC[keep_n], self.every_n[keep_n]
+        return Table(step_nC, every_n, self.node_n[keep_n], self.token_n[keep_n], names)
 
     def counts(self) -> dict[str, Any]:
         return {
@@ -186,10 +193,11 @@ class Table:
             "conversations": len(set(self.conversation)),
             "tokens": int(self.token_n.sum()),
             "drafts": int(self.step_nC[:, 0].sum()),
+            "steps": int(self.every_n.sum()),
         }
 
     def sums(self) -> np.ndarray:
-        """[1, 2 + K]: drafted tokens, then the columns of `step_nC`."""
+        """[1, 3 + K]: all steps, drafted tokens, then the columns of `step_nC`."""
         return self._columns().sum(0, keepdims=True)
 
     def intervals(self) -> tuple[np.ndarray, np.ndarray]:
@@ -207,7 +215,7 @@ class Table:
         return float(tau_n.mean()), [float(low[0]), float(high[0])]
 
     def _columns(self) -> np.ndarray:
-        return np.concatenate([self.node_n[:, None], self.step_nC], axis=1)
+        return np.concatenate([self.every_n[:, None], self.node_n[:, None], self.step_nC], axis=1)
 
 
 def count_steps(completions: Sequence[Completion], drafts: int) -> np.ndarray:
@@ -255,11 +263,14 @@ def _interval(
 
 
 def _ratios(sum_nC: np.ndarray) -> np.ndarray:
-    """tau, acceptance rate, per position and conditional acceptance of sums [rows, 2 + K] -> [rows, 2 + 2 K]."""
-    nodes, steps, deep = sum_nC[:, :1], sum_nC[:, 1:2], sum_nC[:, 2:]
+    """tau, tokens per step, acceptance rate, per position and conditional acceptance of sums [rows, 3 + K] ->
+    [rows, 3 + 2 K].
+    """
+    every, nodes, steps, deep = sum_nC[:, :1], sum_nC[:, 1:2], sum_nC[:, 2:3], sum_nC[:, 3:]
     accepted = deep.sum(1, keepdims=True)
     tau = 1 + accepted / np.maximum(steps, 1)
     before = np.concatenate([steps, deep[:, :-1]], axis=1)
     conditional = np.divide(deep, before, out=np.zeros_like(deep), where=before > 0)
+    per_step = 1 + accepted / np.maximum(every, 1)
     rate = accepted / np.maximum(nodes, 1)
-    return np.concatenate([tau, rate, deep / np.maximum(steps, 1), conditional], axis=1)
+    return np.concatenate([tau, per_step, rate, deep / np.maximum(steps, 1), conditional], axis=1)

@@ -172,13 +172,20 @@ def _compare(
 def paired(a_nC: np.ndarray, b_nC: np.ndarray, names: tuple[str, str]) -> list[dict[str, Any]]:
     """A row per metric of two runs' counts over the same n conversations.
 
-    Columns: completions, tokens, steps, accepted drafts, then steps that accepted more than i drafts.
+    Columns: completions, tokens, all steps, steps that had drafts, accepted drafts, then steps that accepted more than
+    i drafts. Tokens per step are a metric of their own where a run has steps without drafts: tau leaves them out.
     """
     draws = weights(len(a_nC))
     value_a, value_b = (_metrics(counts.sum(0, keepdims=True))[0] for counts in (a_nC, b_nC))
     difference = _metrics(draws @ b_nC) - _metrics(draws @ a_nC)
     low, high = np.percentile(difference, [2.5, 97.5], axis=0)
-    metrics = ["tau", "tokens", *(f"per_position/{i + 1}" for i in range(a_nC.shape[1] - 4))]
+    metrics = [
+        "tokens_per_step",
+        "tau",
+        "tokens",
+        *(f"per_position/{i + 1}" for i in range(a_nC.shape[1] - 5)),
+    ]
+    told = int(all((counts[:, 2] == counts[:, 3]).all() for counts in (a_nC, b_nC)))
     return [
         {
             "prompts": int(a_nC[:, 0].sum()),
@@ -193,6 +200,7 @@ def paired(a_nC: np.ndarray, b_nC: np.ndarray, names: tuple[str, str]) -> list[d
             else _verdict(metric, float(low[at]), float(high[at]), names),
         }
         for at, metric in enumerate(metrics)
+        if at >= told
     ]
 
 
@@ -211,7 +219,14 @@ def _units(run: Run, drafts: int) -> dict[tuple[str, str, int], np.ndarray]:
     accepted = [sum(step.accepted for step in item.steps) for item in run.completions]
     step_nC = table.step_nC
     columns = np.column_stack(
-        [np.ones(len(accepted)), table.token_n, step_nC[:, 0], accepted, step_nC[:, 1:]]
+        [
+            np.ones(len(accepted)),
+            table.token_n,
+            table.every_n,
+            step_nC[:, 0],
+            accepted,
+            step_nC[:, 1:],
+        ]
     )
     rows: dict[str, list[int]] = {}
     for index, place in enumerate(places):
@@ -223,9 +238,15 @@ def _units(run: Run, drafts: int) -> dict[tuple[str, str, int], np.ndarray]:
 
 
 def _metrics(sum_nC: np.ndarray) -> np.ndarray:
-    """tau, tokens per completion and per-position acceptance of sums [rows, 4 + K] -> [rows, 2 + K]."""
-    prompts, tokens, steps, accepted = (sum_nC[:, at : at + 1] for at in range(4))
+    """Tokens per step, tau, tokens per completion, per-position acceptance of sums [rows, 5 + K] -> [rows, 3 + K]."""
+    prompts, tokens, every, steps, accepted = (sum_nC[:, at : at + 1] for at in range(5))
     some = np.maximum(steps, 1)
     return np.concatenate(
-        [1 + accepted / some, tokens / np.maximum(prompts, 1), sum_nC[:, 4:] / some], axis=1
+        [
+            1 + accepted / np.maximum(every, 1),
+            1 + accepted / some,
+            tokens / np.maximum(prompts, 1),
+            sum_nC[:, 5:] / some,
+        ],
+        axis=1,
     )

@@ -14,7 +14,7 @@ from typing import Any
 from mtp_train.engine.engine import Engine, EngineConfig
 from mtp_train.engine.schemes import SchemeConfig, make_proposer
 from mtp_train.evaluate.acceptance import acceptance
-from mtp_train.evaluate.runs import Bench, Run, account
+from mtp_train.evaluate.runs import Bench, Run, account, cache_for
 from mtp_train.evaluate.sets import PromptSet
 from mtp_train.heads.base import DraftHead
 from mtp_train.models.target import Target
@@ -108,7 +108,8 @@ def _runs(
         if scheme not in engines:
             engines.clear()  # a cache of keys and values is large
             proposer = make_proposer(target, copy.deepcopy(head), scheme)
-            engines[scheme] = Engine(target, proposer, replace(engine_config, alphas=True))
+            fitted = cache_for(engine_config, proposer, sets)
+            engines[scheme] = Engine(target, proposer, replace(fitted, alphas=True))
         return engines[scheme]
 
     for cell, count in grid.counts.items():

@@ -6,7 +6,7 @@ A run that was killed goes on with what its journal lacks, on as many ranks as i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ from mtp_train.dialogue.plans import count_plan
 from mtp_train.dialogue.rows import row_completion
 from mtp_train.dialogue.shared import SharedJournal, read_rows
 from mtp_train.dialogue.talks import Dialogue
-from mtp_train.engine.engine import Engine
+from mtp_train.engine.engine import Engine, EngineConfig
+from mtp_train.engine.propose import Proposer
 from mtp_train.engine.sampling import Sampling
-from mtp_train.engine.sequences import Completion
+from mtp_train.engine.sequences import Completion, Request
 from mtp_train.evaluate.acceptance import Turn
 from mtp_train.evaluate.sets import PromptSet
 from mtp_train.text.sources import Answer
@@ -113,6 +114,26 @@ class Bench:
                 bar.update()
         journal.finish(answer.key for answer in answers)
         return [row["sums"] for row in read_rows(path)]
+
+
+def fitted_cache(
+    config: EngineConfig, proposer: Proposer | None, requests: Sequence[Request]
+) -> EngineConfig:
+    """`config` with a cache no larger than so many of these requests can fill as run at once."""
+    spare = (proposer.room if proposer else 0) + 2 * config.page_size
+    longest = sorted((len(one.prompt) + one.max_new_tokens for one in requests), reverse=True)
+    pages = [-(-(length + spare) // config.page_size) for length in longest[: config.max_batch]]
+    rows = max(sum(pages), 1) * config.page_size
+    return replace(config, cache_rows=min(config.cache_rows, rows))
+
+
+def cache_for(
+    config: EngineConfig, proposer: Proposer | None, sets: Sequence[PromptSet]
+) -> EngineConfig:
+    """`fitted_cache` of the sets' prompts; conversations grow to a length that nobody knows."""
+    if any(prompts.chats is not None for prompts in sets):
+        return config
+    return fitted_cache(config, proposer, [one for prompts in sets for one in prompts.requests])
 
 
 def read_run(path: Path) -> Run:

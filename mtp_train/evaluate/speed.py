@@ -14,18 +14,22 @@ Knows no training code and no report.
 from __future__ import annotations
 
 import copy
+import random
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 from mtp_train.core.progress import progress
-from mtp_train.engine.engine import Engine, EngineConfig, RunStats
+from mtp_train.engine.engine import Engine, EngineConfig
 from mtp_train.engine.schemes import SchemeConfig, make_proposer
-from mtp_train.engine.sequences import Completion, Request
+from mtp_train.engine.sequences import Request
 from mtp_train.evaluate.costs import DRAFTS, BatchCost, costs_as_json, measure_costs
+from mtp_train.evaluate.runs import fitted_cache
 from mtp_train.evaluate.sets import PromptSet, spread
 from mtp_train.evaluate.stage import EvaluateConfig
+from mtp_train.evaluate.timings import Timed, summed
 from mtp_train.heads.base import DraftHead
 from mtp_train.models.target import Target
 
@@ -66,9 +70,13 @@ class SpeedModel:
         return 1 + sum(self.per_position[:drafts])
 
     def speedup(self, batch: float, drafts: int, tau: float | None = None) -> float:
-        """Against plain decoding; with another tau than the expected one where it is known."""
-        step = self._seconds(batch, drafts)
-        return (self.tau(drafts) if tau is None else tau) * self._seconds(batch, 0) / step
+        """Against plain decoding; with another tau than the expected one where it is known.
+
+        Never more than tau: a step with drafts that was measured as cheaper than a plain one was measured badly.
+        """
+        plain = self._seconds(batch, 0)
+        share = plain / max(self._seconds(batch, drafts), plain)
+        return (self.tau(drafts) if tau is None else tau) * share
 
     def predictions(self, batches: Sequence[int] = BATCHES) -> list[Prediction]:
         ks = range(1, self.largest + 1)
@@ -143,8 +151,14 @@ def measure_speeds(
         batch: whole_batches(len(prompts.requests), batch, config.speed_prompts)
         for batch in sorted({1, *config.speed_batches})
     }
+    requests = [
+        replace(one, max_new_tokens=min(one.max_new_tokens, config.speed_tokens))
+        for one in prompts.requests
+    ]
     speeds = [
-        measure_speed(target, head, spread(prompts.requests, count), schemes, batch)
+        measure_speed(
+            target, head, spread(requests, count), schemes, batch, config.speed_rounds, config.seed
+        )
         for batch, count in counts.items()
         if count
     ]
@@ -176,6 +190,8 @@ def compared(model: SpeedModel, speed: Mapping[str, Any]) -> list[dict[str, Any]
             "batch": speed["batch"],
             "k": int(k),
             "speedup": run["ratio"],
+            "speedup_ci": run["ratio_ci"],
+            "warnings": run["warnings"],
             "predicted": model.speedup(run["running"], int(k)),
             "predicted_own_tau": model.speedup(run["running"], int(k), run["tau"]),
             "tau": run["tau"],
@@ -186,26 +202,42 @@ def compared(model: SpeedModel, speed: Mapping[str, Any]) -> list[dict[str, Any]
 
 
 def measure_speed(
-    target: Target, head: DraftHead, requests: Sequence[Request], schemes: Schemes, batch: int = 1
+    target: Target,
+    head: DraftHead,
+    requests: Sequence[Request],
+    schemes: Schemes,
+    batch: int = 1,
+    rounds: int = 3,
+    seed: int = 0,
 ) -> dict[str, Any]:
-    """Plain and speculative decoding of the same prompts, `batch` at a time, in turn; for every scheme."""
+    """Plain and speculative decoding of the same prompts, `batch` at a time, for every scheme.
+
+    Every round times every scheme on every group of prompts, in an order of its own, so that a slow minute of the
+    machine does not fall on one scheme alone.
+    """
     engines = _engines(target, head, requests, schemes, batch)
-    stats: dict[int, list[RunStats]] = {k: [] for k in engines}
-    done: dict[int, list[Completion]] = {k: [] for k in engines}
+    groups = [requests[at : at + batch] for at in range(0, len(requests), batch)]
+    runs: dict[int, list[Timed]] = {k: [] for k in engines}
     for engine in engines.values():  # first calls pay for allocations
-        engine.generate([replace(request, max_new_tokens=8) for request in requests[:batch]])
-    with progress(len(requests) * len(engines), f"speed, batch {batch}", "run") as bar:
-        for first in range(0, len(requests), batch):
-            group = requests[first : first + batch]
-            for k, engine in engines.items():
-                done[k] += engine.generate(group)
-                stats[k].append(engine.stats)
-                bar.update(len(group))
-    plain = _rates(stats[0])
-    speculative = {str(k): _rates(stats[k]) | _accepted(done[k], stats[k]) for k in engines if k}
-    for row in speculative.values():
-        row["ratio"] = row["tokens_per_s"] / plain["tokens_per_s"]
-    return {"batch": batch, "prompts": len(requests), "plain": plain, "speculative": speculative}
+        engine.generate([replace(request, max_new_tokens=4) for request in groups[0]])
+    order = random.Random(seed)
+    with progress(rounds * len(groups) * len(engines), f"speed, batch {batch}", "run") as bar:
+        for number in range(rounds):
+            turns = [(k, at) for k in engines for at in range(len(groups))]
+            for k, at in order.sample(turns, len(turns)):
+                runs[k].append(_timed(engines[k], groups[at], number, at))
+                bar.update()
+    told = summed(runs, target.device.type)
+    return {"batch": batch, "prompts": len(requests), "rounds": rounds, **told}
+
+
+def _timed(engine: Engine, group: Sequence[Request], number: int, at: int) -> Timed:
+    begin = time.process_time()
+    done = engine.generate(group)
+    cpu = time.process_time() - begin
+    drafted = [step.accepted for completion in done for step in completion.steps]
+    steps = len(drafted) + sum(completion.undrafted for completion in done)
+    return Timed(number, at, engine.stats, cpu, len(drafted), sum(drafted), steps)
 
 
 def whole_batches(prompts: int, batch: int, wanted: int) -> int:
@@ -218,33 +250,12 @@ def _engines(
     target: Target, head: DraftHead, requests: Sequence[Request], schemes: Schemes, batch: int
 ) -> dict[int, Engine]:
     """An engine for each k, 0 for plain decoding."""
-    longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
-    rows = max(8192, batch * (longest + max(schemes) + 2 * EngineConfig().page_size))
-    # What one engine has read the next would find: every run reads its prompts.
-    config = EngineConfig(max_batch=batch, cache_rows=rows, share_prefixes=False)
+    # What one round has read the next would find: every run reads its prompts.
+    config = EngineConfig(max_batch=batch, share_prefixes=False)
     drafted = {
         k: make_proposer(target, copy.deepcopy(head), scheme) for k, scheme in schemes.items()
     }
-    return {0: Engine(target, None, config)} | {
-        k: Engine(target, proposer, config) for k, proposer in drafted.items()
-    }
-
-
-def _rates(stats: Sequence[RunStats]) -> dict[str, Any]:
-    wall, tokens = sum(item.wall for item in stats), sum(item.tokens for item in stats)
-    parts = sorted({part for item in stats for part in item.seconds})
-    seconds = {part: sum(item.seconds.get(part, 0.0) for item in stats) for part in parts}
     return {
-        "tokens_per_s": tokens / wall,
-        "wall": wall,
-        "tokens": tokens,
-        "steps": sum(item.steps for item in stats),
-        "seconds": seconds,
+        k: Engine(target, proposer, fitted_cache(config, proposer, requests))
+        for k, proposer in {0: None, **drafted}.items()
     }
-
-
-def _accepted(completions: Sequence[Completion], stats: Sequence[RunStats]) -> dict[str, float]:
-    """Tau, and how many sequences ran at once on average."""
-    accepted = [step.accepted for completion in completions for step in completion.steps]
-    steps = max(sum(item.steps for item in stats), 1)
-    return {"tau": 1 + sum(accepted) / max(len(accepted), 1), "running": len(accepted) / steps}

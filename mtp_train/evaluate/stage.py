@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -21,7 +22,7 @@ from mtp_train.engine.schemes import SchemeConfig, make_proposer
 from mtp_train.evaluate.examples import example
 from mtp_train.evaluate.grid import Acceptance, Cell, Grid, measure_grid
 from mtp_train.evaluate.lossless import compare, transformers_greedy
-from mtp_train.evaluate.runs import Bench, Run
+from mtp_train.evaluate.runs import Bench, Run, fitted_cache
 from mtp_train.evaluate.sets import PromptSet, require_names, spread
 from mtp_train.evaluate.validation import answer_sums, names, summary
 from mtp_train.heads.base import DraftHead
@@ -47,6 +48,8 @@ class EvaluateConfig:
             draw. Naming one of them leaves the other at the main runs' own.
         speed_prompts: prompts of the speed run (a fixed draw from the first set, one batch at least; 0 leaves it out).
         speed_batches: sequences at once in the speed run, 1 first.
+        speed_tokens: longest output of the speed run.
+        speed_rounds: times that every prompt of the speed run is timed with every scheme.
         cost_batches: batch sizes whose costs are measured, for the model of speed.
         cost_repeats: rounds of the costs.
         lossless_prompts: prompts per set compared in float32 (0 leaves it out).
@@ -66,8 +69,10 @@ class EvaluateConfig:
     temperatures: list[float] = key(list, END)
     ks: list[int] = key(list, END)
     grid_prompts: int = key(32, END)
-    speed_prompts: int = key(6, END)
+    speed_prompts: int = key(4, END)
     speed_batches: list[int] = key(lambda: [1, 4, 16], END)
+    speed_tokens: int = key(64, END)
+    speed_rounds: int = key(3, END)
     cost_batches: list[int] = key(lambda: [1, 4, 16, 64], END)
     cost_repeats: int = key(5, END)
     lossless_prompts: int = key(1000, END)
@@ -79,6 +84,7 @@ class EvaluateConfig:
     def __post_init__(self) -> None:
         require_names(list(self.sets), ANSWERED)
         least = {"drafts": 1, "max_new_tokens": 1, "sampled_prompts": 0, "grid_prompts": 1}
+        least |= {"speed_tokens": 8, "speed_rounds": 2}
         for name, lowest in least.items():
             if getattr(self, name) < lowest:
                 raise UserError(
@@ -140,17 +146,15 @@ def measure_lossless(
     """
     together = _lossless_prompts(sets, config)
 
-    def speculative() -> Engine:
-        return Engine(
-            target,
-            make_proposer(target, copy.deepcopy(head), config.drafted(config.drafts)),
-            engine_config,
-        )
+    def engine(scheme: SchemeConfig) -> Engine:
+        proposer = make_proposer(target, copy.deepcopy(head), scheme)
+        return Engine(target, proposer, fitted_cache(engine_config, proposer, together.requests))
 
-    plain = bench.run(
-        "lossless.plain", together, lambda: Engine(target, None, engine_config), 0.0
-    ).completions
-    drafted = bench.run("lossless.speculative", together, speculative, 0.0).completions
+    runs = [("plain", SchemeConfig("none")), ("speculative", config.drafted(config.drafts))]
+    plain, drafted = (
+        bench.run(f"lossless.{name}", together, partial(engine, scheme), 0.0).completions
+        for name, scheme in runs
+    )
     if bench.ranks.unit:
         return {}
     drafted_keys = {completion.key for completion in drafted}  # its drafts' rows take some room

@@ -12,14 +12,14 @@ from typing import Any
 
 from mtp_train.page.figures import MISSING, anything, count, figure, interval, signed
 from mtp_train.page.table import Row, Table
-from mtp_train.report.measures import SET_NAMES, overall_all
+from mtp_train.report.measures import SET_NAMES, counts_all_steps, overall_all
 from mtp_train.report.slices import figures_of, position_names
 from mtp_train.report.tables import flat
 
 Comparison = Mapping[str, Any]
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 RUN_STYLES = ("held", "ood", "d2", "p5", "p0", "p3")
-MAIN = "tau"  # the metric that decides; the others explain it
+MAIN = ("tokens_per_step", "tau")  # the metrics that decide, the first that is there
 UNDECIDED = "no difference shown"
 
 
@@ -95,13 +95,23 @@ def pairs(comparison: Comparison, metric: str | None = None) -> list[Pair]:
     ]
 
 
+def deciding(comparison: Comparison) -> list[Pair]:
+    """Every pair of runs in every set and mode, in the metric that decides there."""
+    found: dict[tuple[str, str, str], Pair] = {}
+    for metric in MAIN:
+        for pair in pairs(comparison, metric):
+            found.setdefault((pair.a.letter, pair.b.letter, pair.where), pair)
+    told = pairs(comparison)
+    return sorted(found.values(), key=lambda pair: [one.values for one in told].index(pair.values))
+
+
 def title(comparison: Comparison) -> str:
     return f"{len(comparison['runs'])} runs compared"
 
 
 def findings(comparison: Comparison) -> list[str]:
     """A sentence per pair of runs, on the first set they share; greedy where that was measured."""
-    found = pairs(comparison, MAIN)
+    found = deciding(comparison)
     first: dict[tuple[str, str], Pair] = {}
     for pair in found:
         first.setdefault((pair.a.letter, pair.b.letter), pair)
@@ -113,16 +123,17 @@ def finding(pair: Pair) -> str:
     low, high = (signed(bound, 2) for bound in told["ci"])
     size = f"n = {count(told['prompts'])} prompts"
     where = f"on {pair.set_name} prompts, {told['mode']}"
+    metric = metric_name(told["metric"])
     if winner is None:
         said = pair.verdict[:1].upper() + pair.verdict[1:]
         return (
             f"{said}: {pair.b.name} against {pair.a.name} {where}, "
-            f"tau {signed(told['difference'], 2)}, 95 % {low} to {high}, {size}."
+            f"{metric} {signed(told['difference'], 2)}, 95 % {low} to {high}, {size}."
         )
     loser = pair.a if winner is pair.b else pair.b
     gap, ends = abs(told["difference"]), sorted(abs(bound) for bound in told["ci"])
     return (
-        f"{winner.name} is better than {loser.name} {where}: tau higher by {figure(gap, 2)}, "
+        f"{winner.name} is better than {loser.name} {where}: {metric} higher by {figure(gap, 2)}, "
         f"95 % {figure(ends[0], 2)} to {figure(ends[1], 2)}, {size}."
     )
 
@@ -153,7 +164,9 @@ def facts(comparison: Comparison) -> list[Row]:
 
 def metric_name(metric: str) -> str:
     name, _, position = metric.partition("/")
-    return f"acceptance at position {position}" if name == "per_position" else name
+    if name == "per_position":
+        return f"acceptance at position {position}"
+    return name.replace("_", " ")
 
 
 def pairs_table(comparison: Comparison) -> Table:
@@ -236,12 +249,18 @@ def acceptance_table(comparison: Comparison, evaluations: Sequence[Comparison]) 
     depth = max((len(m.values["per_position"]) for _, m in found), default=0)
     order = list(dict.fromkeys((m.set, m.mode) for _, m in found))
     found.sort(key=lambda item: order.index((item[1].set, item[1].mode)))
+    told = any(counts_all_steps(evaluation) for evaluation in evaluations)
     rows = [
-        (m.set_name, m.mode_name, f"{run.letter} {run.name}", *figures_of(m.values, depth))
+        (
+            *(m.set_name, m.mode_name, f"{run.letter} {run.name}"),
+            *([figure(m.values.get("tokens_per_step"))] if told else []),
+            *figures_of(m.values, depth),
+        )
         for run, m in found
     ]
-    names = position_names(depth)
-    header = ("set", "decoding", "run", "prompts", "tokens", "steps", "tau", "95 %", *names)
+    per_step = ("tokens per step, all steps",) if told else ()
+    names = (*per_step, "prompts", "tokens", "drafts", "tau", "95 %", *position_names(depth))
+    header = ("set", "decoding", "run", *names)
     return Table("Acceptance of each run", header, rows, 3)
 
 

@@ -28,14 +28,14 @@ def comparison_page(comparison: Comparison, evaluations: Sequence[Mapping[str, A
         findings=told.findings(comparison),
         warnings=told.warnings(comparison),
         named_runs=[(run.style, f"{run.letter} {run.name}") for run in told.compared(comparison)],
-        forest=forest(told.pairs(comparison, told.MAIN)),
+        forest=forest(told.deciding(comparison)),
         positions=position_panels(told.compared(comparison), evaluations),
         tables=told.all_tables(comparison, evaluations),
     )
 
 
 def forest(found: Sequence[Pair]) -> View:
-    """A row per pair of runs: the difference in tau with its interval, all on one scale around 0."""
+    """A row per pair of runs: the difference in the deciding metric with its interval, all on one scale around 0."""
     scale = fit([0.0, *(bound for pair in found for bound in pair.values["ci"])], parts=5)
     blocks = [
         {"name": where, "rows": [forest_row(pair, scale) for pair in group]}
@@ -52,6 +52,7 @@ def forest_row(pair: Pair, scale: Scale) -> View:
         "b": pair.b,
         "a": pair.a,
         "n": count(values["prompts"]),
+        "metric": told.metric_name(values["metric"]),
         "sides": f"{figure(values['b_value'], 2)} against {figure(values['a_value'], 2)}",
         "strip": interval_strip([mark], scale, level=0.0),
         "difference": signed(values["difference"], 2),

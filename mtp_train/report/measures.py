@@ -24,6 +24,17 @@ PART_NAMES = {"sampling": "verification and sampling"}
 OWN = "CPU: Python of the engine"  # wall time that no named part accounts for
 
 
+def counts_all_steps(evaluation: Mapping[str, Any]) -> bool:
+    """Whether tau does not tell tokens per step by itself: it counts the steps that drafted, and trees are set beside
+    chains.
+    """
+    return evaluation.get("scheme", {}).get("kind", "chain") != "chain" or any(
+        whole.get("steps", whole["drafts"]) != whole["drafts"]
+        for modes in evaluation["sets"].values()
+        for whole in modes.values()
+    )
+
+
 @dataclass(frozen=True)
 class Measure:
     """Acceptance on one prompt set, at one temperature, of one category or (None) of all."""
@@ -63,7 +74,7 @@ class Measure:
 
 
 def measures(evaluation: Mapping[str, Any]) -> list[Measure]:
-    """Every set at every temperature, each followed by its categories; the held-out set leads."""
+    """Every set at every temperature, each followed by its categories if it has several; the held-out set leads."""
     sets, found = evaluation["sets"], []
     for name in [
         *(name for name in SET_NAMES if name in sets),
@@ -73,7 +84,8 @@ def measures(evaluation: Mapping[str, Any]) -> list[Measure]:
         for mode in (mode for mode in MODES if mode in modes):
             whole = modes[mode]
             found.append(Measure(name, mode, None, whole))
-            for category, values in whole.get("categories", {}).items():
+            categories = whole.get("categories", {})
+            for category, values in categories.items() if len(categories) > 1 else ():
                 values = {"temperature": whole["temperature"]} | values
                 found.append(Measure(name, mode, category, values))
     return found
@@ -93,6 +105,13 @@ def runs(speed: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """Plain decoding first, then each k, with the names of their rows."""
     speculative = sorted(speed["speculative"].items(), key=lambda item: int(item[0]))
     return [("plain decoding", speed["plain"])] + [(f"k = {k}", run) for k, run in speculative]
+
+
+def timed(speed: Mapping[str, Any]) -> str:
+    """What the speed was timed on: `Batch 1, 4 prompts, medians of 3 rounds in shuffled order`."""
+    rounds = speed.get("rounds")
+    how = f"medians of {rounds} rounds in shuffled order" if rounds else "one run each"
+    return f"Batch {speed['batch']:,}, {speed['prompts']:,} prompts, {how}"
 
 
 def parts(run: Mapping[str, Any]) -> dict[str, float]:

@@ -8,6 +8,7 @@ from typing import Any
 from mtp_train.page.shell import render
 from mtp_train.report import sections
 from mtp_train.report.examples import TAGS, readable
+from mtp_train.report.measures import timed
 from mtp_train.report.slices import cut_views, grid_panels
 from mtp_train.report.speed_model import model_view
 from mtp_train.report.tables import all_tables
@@ -32,6 +33,7 @@ def page(
         grid_panels=grid_panels(evaluation),
         categories=sections.category_blocks(evaluation),
         speed=sections.speed_rows(evaluation["speed"]) if "speed" in evaluation else {},
+        timed=timed,
         time=sections.time_rows(evaluation["speed"]) if "speed" in evaluation else {},
         model=model_view(evaluation["speed_model"]) if "speed_model" in evaluation else {},
         curves=sections.curve_panels(evaluation, curves),

@@ -146,8 +146,10 @@ def speed_rows(speed: Mapping[str, Any]) -> View:
         strip = bar_strip(rate, scale, style, tip, plain)
         tau = figure(run["tau"], 2) if "tau" in run else ""
         ratio = times(run["ratio"]) if "ratio" in run else ""
+        ratio += "?" if run.get("warnings") else ""
         rows.append(
             {"name": name, "strip": strip, "rate": figure(rate, 1), "ratio": ratio, "tau": tau}
+            | {"warnings": run.get("warnings", ())}
         )
     return {"rows": rows, "axis": axis_strip(scale)}
 

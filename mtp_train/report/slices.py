@@ -42,7 +42,10 @@ def cut_views(evaluation: Record) -> list[dict[str, Any]]:
 
 
 def cut_measures(evaluation: Record, name: str) -> list[Measure]:
-    return [m for m in overall_all(evaluation) if rows_of(m, name)]
+    """The sets that the cut divides: a single bin is the whole set again."""
+    found = overall_all(evaluation)
+    divided = {m.set for m in found if len(rows_of(m, name)) > 1}
+    return [m for m in found if m.set in divided and rows_of(m, name)]
 
 
 def rows_of(measure: Measure, name: str) -> list[Record]:

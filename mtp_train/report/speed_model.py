@@ -75,6 +75,8 @@ def measured_point(row: Model, ks: Sequence[int]) -> Point:
     tip = f"batch {row['batch']}, k = {row['k']}\nmeasured {times(row['speedup'])}"
     if row.get("predicted") is not None:
         tip += f", expected {times(row['predicted'])}"
+    if row.get("warnings"):
+        tip += f"\nnot measurable here: {'; '.join(row['warnings'])}"
     if row.get("tau") is not None:
         tip += f"\ntau {figure(row['tau'])}"
     return Point(ks.index(row["k"]), row["speedup"], row.get("speedup_ci"), tip)

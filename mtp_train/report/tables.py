@@ -18,7 +18,16 @@ from mtp_train.page.figures import (
     signed,
 )
 from mtp_train.page.table import Row, Table
-from mtp_train.report.measures import SET_NAMES, Measure, comparisons, measures, parts, runs
+from mtp_train.report.measures import (
+    SET_NAMES,
+    Measure,
+    comparisons,
+    counts_all_steps,
+    measures,
+    parts,
+    runs,
+    timed,
+)
 from mtp_train.report.slices import slice_tables
 from mtp_train.report.speed_model import model_tables
 
@@ -28,17 +37,26 @@ CURVE_ROWS = 20  # a long training curve is thinned to about as many rows
 
 COUNTS = ("prompts", "conversations", "tokens", "drafts")
 FIGURES = ("tau", "tau_macro", "acceptance_rate")
-FIGURE_NAMES = {"tau_macro": "macro tau", "acceptance_rate": "acceptance rate"}
+PER_STEP = "tokens_per_step"
+FIGURE_NAMES = {
+    "tau_macro": "macro tau",
+    "acceptance_rate": "acceptance rate",
+    PER_STEP: "tokens per step, all steps",
+}
 
 
 def acceptance(evaluation: Mapping[str, Any]) -> Table:
     found = measures(evaluation)
     counts = [name for name in COUNTS if any(name in m.values for m in found)]
-    header = [*LABELS, *counts]
-    for name in FIGURES:
-        header += [FIGURE_NAMES.get(name, name), "95 %"]
-    rows = [acceptance_row(measure, counts) for measure in found]
+    figures: tuple[str, ...] = FIGURES
     note = "tau counts the bonus token; macro tau is the mean over prompts."
+    if counts_all_steps(evaluation):
+        figures = (FIGURES[0], PER_STEP, *FIGURES[1:])
+        note += " tau is over the steps that had drafts, tokens per step over all."
+    header = [*LABELS, *counts]
+    for name in figures:
+        header += [FIGURE_NAMES.get(name, name), "95 %"]
+    rows = [acceptance_row(measure, counts, figures) for measure in found]
     return Table("Acceptance length", tuple(header), rows, 3, note)
 
 
@@ -46,10 +64,10 @@ def labels(measure: Measure) -> Row:
     return measure.set_name, measure.mode_name, measure.category or "all"
 
 
-def acceptance_row(measure: Measure, counts: Sequence[str]) -> Row:
+def acceptance_row(measure: Measure, counts: Sequence[str], figures: Sequence[str]) -> Row:
     values = measure.values
     cells = [count(values.get(name)) for name in counts]
-    for name in FIGURES:
+    for name in figures:
         cells += [figure(values.get(name)), interval(values.get(f"{name}_ci"))]
     return *labels(measure), *cells
 
@@ -123,15 +141,31 @@ def exception(entry: Mapping[str, Any]) -> Row:
 
 
 def speed(evaluation: Mapping[str, Any]) -> Table:
-    header = ("decoding", "tokens/s", "ratio", "tau", "tokens", "steps", "wall s")
+    ratios = ("ratio", "95 %", "by processor time", "tau", "tokens per step")
+    header = ("decoding", "tokens/s", *ratios, "tokens", "steps", "wall s", "processor s")
     rows = []
     for name, run in runs(evaluation["speed"]):
-        rates = figure(run["tokens_per_s"], 2), figure(run.get("ratio")), figure(run.get("tau"))
+        ratio = (
+            figure(run.get("ratio")),
+            interval(run.get("ratio_ci")),
+            figure(run.get("cpu_ratio")),
+        )
+        per_step = figure(run.get("tau")), figure(run.get(PER_STEP))
         counts = count(run["tokens"]), count(run.get("steps"))
-        rows.append((name, *rates, *counts, figure(run["wall"], 2)))
-    told = evaluation["speed"]
-    note = f"Batch {count(told['batch'])}, {count(told['prompts'])} prompts, one run each."
-    return Table("Speed", header, rows, note=note)
+        times = figure(run["wall"], 2), figure(run.get("cpu"), 2)
+        rows.append((name, figure(run["tokens_per_s"], 2), *ratio, *per_step, *counts, *times))
+    return Table("Speed", header, rows, note=f"{timed(evaluation['speed'])}.")
+
+
+def speed_rounds(evaluation: Mapping[str, Any]) -> Table:
+    """The ratio of each round, and what speaks against it."""
+    rows = [
+        (name, " ".join(figure(one, 2) for one in run["rounds"]), "; ".join(run["warnings"]))
+        for name, run in runs(evaluation["speed"])
+        if "rounds" in run
+    ]
+    note = "A ratio with a warning is not measured."
+    return Table("Speed by round", ("decoding", "ratio by round", "warnings"), rows, 3, note)
 
 
 def time_parts(evaluation: Mapping[str, Any]) -> Table:
@@ -214,7 +248,7 @@ def all_tables(
     if "validation" in evaluation:
         makers |= {"validation": validation}
     if "speed" in evaluation:
-        makers |= {"speed": speed, "time_parts": time_parts}
+        makers |= {"speed": speed, "speed_rounds": speed_rounds, "time_parts": time_parts}
     if "lossless" in evaluation:
         makers |= {"lossless": lossless, "exceptions": exceptions}
     found = {name: make(evaluation) for name, make in makers.items()}

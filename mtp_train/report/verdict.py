@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Any
 
 from mtp_train.page.figures import count, figure, times
-from mtp_train.report.measures import Measure, overall
+from mtp_train.report.measures import Measure, counts_all_steps, overall, timed
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ def title(evaluation: Mapping[str, Any]) -> str:
 def headline(evaluation: Mapping[str, Any]) -> str:
     """The result in one sentence, in-domain and greedy; what was not measured is not mentioned."""
     first, *_ = overall(evaluation, "greedy")
+    per_step = first.values.get("tokens_per_step", first.values["tau"])
     said = [
         f"On {first.set_name} prompts each step of the target yields "
-        f"{figure(first.values['tau'], 2)} tokens at k = {evaluation['k']}"
+        f"{figure(per_step, 2)} tokens at k = {evaluation['k']}"
     ]
-    ratio = ratio_at(evaluation)
-    if ratio is not None:
-        said.append(f"decoding is {times(ratio)} as fast as without the head")
+    if clause := speed_said(evaluation):
+        said.append(clause)
     if "lossless" in evaluation:
         same = "the same, token for token" if is_equal(evaluation["lossless"]) else "not the same"
         said.append(f"greedy output is {same}")
@@ -63,6 +63,8 @@ def tiles(evaluation: Mapping[str, Any]) -> list[Tile]:
     """Tau, first-position acceptance, speed and losslessness, as far as they were measured."""
     greedy = overall(evaluation, "greedy")
     found = [tau_tile(greedy), first_tile(greedy)]
+    if counts_all_steps(evaluation):
+        found.insert(1, per_step_tile(greedy))
     if "speed" in evaluation:
         found.append(speed_tile(evaluation))
     if "lossless" in evaluation:
@@ -77,6 +79,16 @@ def tau_tile(greedy: Sequence[Measure]) -> Tile:
     sets = tuple(setting(m, m.values["tau"], m.values.get("tau_ci")) for m in greedy[:TOLD_SETS])
     name, unit = "Mean acceptance length", "tau, tokens per step"
     return Tile(name, sets[0].value, unit, more_sets(greedy), sets, gauge="tau")
+
+
+def per_step_tile(greedy: Sequence[Measure]) -> Tile:
+    sets = tuple(
+        setting(m, m.values["tokens_per_step"], m.values["tokens_per_step_ci"])
+        for m in greedy[:TOLD_SETS]
+        if "tokens_per_step" in m.values
+    )
+    name, unit = "Tokens per step", "over all steps, those without drafts too"
+    return Tile(name, sets[0].value, unit, more_sets(greedy), sets)
 
 
 def first_tile(greedy: Sequence[Measure]) -> Tile:
@@ -97,35 +109,49 @@ def setting(measure: Measure, value: float, bounds: Sequence[float] | None) -> S
     return Setting(measure.set_name, measure.style, figure(value, 2), certainty)
 
 
-def ratio_at(evaluation: Mapping[str, Any]) -> float | None:
-    """The speed ratio at the evaluation's k, or at the longest draft that was timed."""
-    runs = evaluation.get("speed", {}).get("speculative", {})
-    return runs[timed_k(evaluation)]["ratio"] if runs else None
+NOT_MEASURABLE = "not measurable here"
 
 
-def timed_k(evaluation: Mapping[str, Any]) -> str:
-    runs, k = evaluation["speed"]["speculative"], str(evaluation["k"])
-    return k if k in runs else max(runs, key=int)
+def served_k(evaluation: Mapping[str, Any]) -> str | None:
+    """The timed k that is recommended at the timed batch size, or the nearest below it; None: plain decoding is."""
+    runs, speed = evaluation["speed"]["speculative"], evaluation["speed"]
+    recommended = evaluation.get("speed_model", {}).get("recommended", {})
+    best = recommended.get(str(speed["batch"]), evaluation["k"])
+    if best == 0:
+        return None
+    return max((k for k in runs if int(k) <= best), key=int, default=min(runs, key=int))
+
+
+def speed_said(evaluation: Mapping[str, Any]) -> str:
+    """The speed in a clause, of the recommended k; empty where none was timed."""
+    if not evaluation.get("speed", {}).get("speculative"):
+        return ""
+    k = served_k(evaluation)
+    if k is None:
+        return "decoding is not faster with any k"
+    run = evaluation["speed"]["speculative"][k]
+    if run.get("warnings"):
+        return f"its speed is {NOT_MEASURABLE}"
+    return f"decoding is {times(run['ratio'])} as fast as without the head at k = {k}"
 
 
 def speed_tile(evaluation: Mapping[str, Any]) -> Tile:
-    speed, k = evaluation["speed"], timed_k(evaluation)
-    run, best = speed["speculative"][k], max(speed["speculative"].items(), key=ratio_of)
+    speed, k = evaluation["speed"], served_k(evaluation)
+    how = timed(speed)
+    if k is None:
+        return Tile("Speed", "1.00\N{MULTIPLICATION SIGN}", "plain decoding is best", (how,))
+    run = speed["speculative"][k]
+    if warned := tuple(run.get("warnings", ())):
+        return Tile("Speed", "?", NOT_MEASURABLE, (f"k = {k}: {warned[0]}", *warned[1:], how))
     rates = (figure(one["tokens_per_s"], 1) for one in (run, speed["plain"]))
-    lines = [
-        f"k = {k}: {' against '.join(rates)} tokens/s",
-        f"n = {count(speed['prompts'])} prompts, batch {count(speed['batch'])}, one run each",
-    ]
-    if best[0] != k:
-        lines.append(f"best: {times(best[1]['ratio'])} at k = {best[0]}")
+    lines = [f"k = {k}: {' against '.join(rates)} tokens/s", how]
+    if "ratio_ci" in run:
+        low, high = (figure(bound, 2) for bound in run["ratio_ci"])
+        lines.insert(1, f"95 % {low} to {high}; by processor time {times(run['cpu_ratio'])}")
     state = "good" if run["ratio"] > 1 else "bad"
     return Tile(
         "Speed", times(run["ratio"]), "as fast as plain decoding", tuple(lines), state=state
     )
-
-
-def ratio_of(item: tuple[str, Mapping[str, Any]]) -> float:
-    return float(item[1]["ratio"])
 
 
 def is_equal(comparison: Mapping[str, Any]) -> bool:

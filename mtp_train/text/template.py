@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -26,66 +26,38 @@ from mtp_train.text.refusal import Refusal
 from mtp_train.text.rendering import Message, Rendering
 from mtp_train.text.replies import (
     OPENED,
-    call_stands,
     closing,
     composed,
     reply_end,
     split_reasoning,
-    stands,
     without_reasoning,
+)
+from mtp_train.text.served_turns import (
+    NO_CALLS_RENDERED,
+    Turn,
+    checked,
+    marked,
+    placed,
+    same_turn,
 )
 
 __all__ = ["ChatTemplate", "Refusal"]
 
 TAIL = "turns after the last reply left out"
 AS_TEXT = "control tokens in the text kept as text"
-NO_REASONING = "the template renders no reasoning: left out"
 CLOSED_REASONING = "the generation prompt closes the reasoning: left out"
-NO_TEXT = "the template renders no text beside tool calls: left out"
 NO_ROLE = "the template renders no {} turn: left out"
 NO_TOOLS = "the template renders no tools: left out"
 
 # Of one reply, which is context only then; of a row where all its replies have one.
 OTHER_HEADER = "the template does not render the reply after its own generation prompt"
-NO_REPLY = "the template renders no reply"
-NO_CALLS_RENDERED = "the template renders no tool calls"
 NO_CALLS = f"{NO_CALLS_RENDERED}: turns with calls are context only"
 UNREASONED = "the generation prompt opens reasoning and the reply has none: give reasoning_content, or regenerate it"
 CONTEXT_ONLY = "context only: "
 LONG = 64  # replies of a chat that are still rendered by the definition
 WINDOW = 8  # replies of a longer one that are rendered together
 DOUBTS = 8  # turns of other roles that are looked at more closely, of one conversation
-MARK = "\N{DOUBLE DAGGER}"
 SWITCHES = ("enable_thinking", "thinking")  # options by which templates leave reasoning out
-
-
-@dataclass(frozen=True)
-class _Turn:
-    """A trained reply in rendered text: what serving sends before it, and both with the reply."""
-
-    text: str
-    start: int  # of the reply: the prompt ends there
-    end: int  # behind the end-of-turn token, where the template has one
-    veiled: bool  # whether control tokens that are text are veiled in it
-    rules: tuple[str, ...] = ()  # by which the reply was repaired
-
-    @property
-    def prompt(self) -> str:
-        return self.text[: self.start]
-
-    @property
-    def whole(self) -> str:
-        return self.text[: self.end]
-
-    @property
-    def reply(self) -> str:
-        return self.text[self.start : self.end]
-
-    def follows(self, before: _Turn) -> bool:
-        """Whether the prompt goes on where the turn before ended."""
-        if self.text is before.text:
-            return before.end <= self.start
-        return self.prompt.startswith(before.whole)
 
 
 @dataclass(frozen=True)
@@ -102,7 +74,7 @@ class _Reading:
     """A conversation as far as the template shows it."""
 
     conversation: Conversation
-    turns: list[_Turn]
+    turns: list[Turn]
     rules: list[str]
 
 
@@ -244,14 +216,14 @@ class ChatTemplate:
             return Refusal(
                 OTHER_HEADER
             )  # two replies in a row: who reads the row knows other forms of it
-        found = [turn for turn in turns.values() if isinstance(turn, _Turn)]
+        found = [turn for turn in turns.values() if isinstance(turn, Turn)]
         rules += _once(
             NO_CALLS if fault == NO_CALLS_RENDERED else CONTEXT_ONLY + fault
             for fault in faults.values()
         )
         rules += _once(rule for turn in found for rule in turn.rules)
         rules += [AS_TEXT] if chat.veiled else []
-        last = max(i for i, turn in turns.items() if isinstance(turn, _Turn))
+        last = max(i for i, turn in turns.items() if isinstance(turn, Turn))
         rules += self._lost(chat, last, found[-1].prompt)
         kept = replace(
             conversation, messages=messages, untrained=conversation.untrained | set(faults)
@@ -260,7 +232,7 @@ class ChatTemplate:
 
     def _turns(
         self, chat: _Chat, trained: Sequence[int], longest: int
-    ) -> dict[int, _Turn | Refusal]:
+    ) -> dict[int, Turn | Refusal]:
         """Each trained reply as serving would see it, or why it can't be."""
         if len(trained) <= LONG:
             return self._by_prefixes(chat, trained)
@@ -270,16 +242,16 @@ class ChatTemplate:
             found = None
         if found is not None:
             return found
-        turns: dict[int, _Turn | Refusal] = {}
+        turns: dict[int, Turn | Refusal] = {}
         for at in range(0, len(trained), LONG):
             some = self._by_prefixes(chat, trained[at : at + LONG])
             turns |= some
-            first = next((turn for turn in some.values() if isinstance(turn, _Turn)), None)
+            first = next((turn for turn in some.values() if isinstance(turn, Turn)), None)
             if longest and first and len(self._ids(first.prompt, chat.veiled)) > longest:
                 break  # later prompts hold this one's turns and more
         return turns
 
-    def _by_prefixes(self, chat: _Chat, trained: Sequence[int]) -> dict[int, _Turn | Refusal]:
+    def _by_prefixes(self, chat: _Chat, trained: Sequence[int]) -> dict[int, Turn | Refusal]:
         """The definition: two renderings of all that was said before, for each reply."""
         texts = self.rendering.texts
         prompts = texts([chat.messages[:i] for i in trained], chat.tools, generate=True)
@@ -289,7 +261,7 @@ class ChatTemplate:
             for index, prompt, whole in zip(trained, prompts, wholes, strict=True)
         }
 
-    def _by_windows(self, chat: _Chat, trained: Sequence[int]) -> dict[int, _Turn | Refusal] | None:
+    def _by_windows(self, chat: _Chat, trained: Sequence[int]) -> dict[int, Turn | Refusal] | None:
         """The same in linear time: each reply rendered behind the opening and the few turns before it.
 
             opening  u0 | a0 u1 a1 u2 a2 u3 a3 u4 a4
@@ -303,7 +275,7 @@ class ChatTemplate:
         if isinstance(final, Refusal):
             return None
         opening = 1 + next(i for i, m in enumerate(chat.messages) if m["role"] == "user")
-        turns: dict[int, _Turn | Refusal] = {}
+        turns: dict[int, Turn | Refusal] = {}
         known = -1  # the last reply that is placed in the text
         for at in range(0, len(trained), WINDOW):
             block = trained[at : at + WINDOW]
@@ -316,18 +288,18 @@ class ChatTemplate:
             anchor = found[known - left_out] if known >= 0 else None
             for index in block:
                 turn = found[index - left_out]
-                if isinstance(turn, _Turn):
-                    placed = _placed(turn, anchor, turns.get(known), final.text)
-                    if placed is None:
+                if isinstance(turn, Turn):
+                    there = placed(turn, anchor, turns.get(known), final.text)
+                    if there is None:
                         return None
                     anchor, known = turn, index
-                    turn = placed
+                    turn = there
                 turns[index] = turn
-        checked = [last, *(trained[len(trained) >> n] for n in range(1, len(trained).bit_length()))]
-        same = self._by_prefixes(chat, sorted(set(checked)))
-        return turns if all(_same(turns[index], turn) for index, turn in same.items()) else None
+        sampled = [last, *(trained[len(trained) >> n] for n in range(1, len(trained).bit_length()))]
+        same = self._by_prefixes(chat, sorted(set(sampled)))
+        return turns if all(same_turn(turns[index], turn) for index, turn in same.items()) else None
 
-    def _turn(self, chat: _Chat, index: int, prompt: str, whole: str) -> _Turn | Refusal:
+    def _turn(self, chat: _Chat, index: int, prompt: str, whole: str) -> Turn | Refusal:
         """One reply of a chat, from what the template writes before it and with it."""
         message = chat.messages[index]
         thought, _ = split_reasoning(message)
@@ -355,7 +327,7 @@ class ChatTemplate:
         def changes_nothing(other: Message) -> bool:
             return self._rendered_as(chat, index, other) == whole
 
-        return _checked(turn, message, thought, rules, changes_nothing, self._ends)
+        return checked(turn, message, thought, rules, changes_nothing, self._ends)
 
     def _behind_header(self, chat: _Chat, index: int, prompt: str, whole: str) -> str | None:
         """The prompt as served and the reply, where the template shows earlier turns otherwise beside this reply.
@@ -365,7 +337,7 @@ class ChatTemplate:
         """
         before = self.rendering.texts([chat.messages[:index]], chat.tools, generate=False)[0]
         header = prompt[len(before) :] if prompt.startswith(before) else ""
-        other = self._rendered_as(chat, index, _marked(chat.messages[index]))
+        other = self._rendered_as(chat, index, marked(chat.messages[index]))
         if not header.strip() or other is None:
             return None
         at = whole.rfind(header, 0, _common_length(whole, other))
@@ -381,7 +353,7 @@ class ChatTemplate:
         except UserError:
             return None
 
-    def _ended(self, chat: _Chat, message: Message, prompt: str, whole: str) -> _Turn:
+    def _ended(self, chat: _Chat, message: Message, prompt: str, whole: str) -> Turn:
         """The reply without what the template puts after its end-of-turn token (a line break, often).
 
         The target never says that. Where it ends its turns with the token that opens the next one, that one is added.
@@ -392,7 +364,7 @@ class ChatTemplate:
             whole += self.rendering.next_turn(bool(message.get("tool_calls")))
             stripped = whole.rstrip()
             end = len(stripped) if stripped.endswith(self._ends) else len(whole)
-        return _Turn(whole, len(prompt), max(end, len(prompt)), chat.veiled)
+        return Turn(whole, len(prompt), max(end, len(prompt)), chat.veiled)
 
     def _unreasoned(self) -> str:
         switch = self._switch()
@@ -445,7 +417,7 @@ class ChatTemplate:
 
     # --- records ----------------------------------------------------------------------------------------------
 
-    def _join_by_ids(self, turns: Sequence[_Turn]) -> list[tuple[list[int], list[int]]]:
+    def _join_by_ids(self, turns: Sequence[Turn]) -> list[tuple[list[int], list[int]]]:
         """(tokens, mask) of each record, by the definition."""
         found: list[tuple[list[int], list[int]]] = []
         for turn in turns:
@@ -461,11 +433,11 @@ class ChatTemplate:
             tokens[:] = whole
         return found
 
-    def _join_by_text(self, turns: Sequence[_Turn]) -> list[tuple[list[int], list[int]]] | None:
+    def _join_by_text(self, turns: Sequence[Turn]) -> list[tuple[list[int], list[int]]] | None:
         """The same from one encoding per record; None where a boundary can't be shown to be exact."""
         if not all(turn.text.endswith(self._ends, 0, turn.end) for turn in turns):
             return None
-        groups: list[list[_Turn]] = []
+        groups: list[list[Turn]] = []
         for turn in turns:
             if groups and turn.follows(groups[-1][-1]):
                 groups[-1].append(turn)
@@ -496,7 +468,7 @@ class ChatTemplate:
         moved = [(start + at, end + at) for start, end in spans]
         return _Encoded(text, before.ids[:cut] + ids, before.spans[:cut] + moved)
 
-    def _mask(self, group: Sequence[_Turn], encoded: _Encoded) -> list[int] | None:
+    def _mask(self, group: Sequence[Turn], encoded: _Encoded) -> list[int] | None:
         """Find each reply of a record by the characters that its tokens came from."""
         ids, spans = encoded.ids, encoded.spans
         starts = [start for start, _ in spans]
@@ -510,7 +482,7 @@ class ChatTemplate:
             mask[first:end] = [1] * (end - first)
         return mask
 
-    def _boundary(self, encoded: _Encoded, starts: Sequence[int], turn: _Turn) -> int | None:
+    def _boundary(self, encoded: _Encoded, starts: Sequence[int], turn: Turn) -> int | None:
         """The first token after the prompt, if the tokens before it are those of the prompt alone."""
         ids, spans, at = encoded.ids, encoded.spans, turn.start
         first = bisect_left(starts, at)
@@ -523,79 +495,6 @@ class ChatTemplate:
         return first if alone == tuple(ids[cut:first]) else None
 
 
-def _placed(
-    turn: _Turn, anchor: _Turn | Refusal | None, before: _Turn | Refusal | None, text: str
-) -> _Turn | None:
-    """A window's reply in the text of the whole chat; None if it does not stand there.
-
-    Args:
-        anchor: an earlier reply of the window, None for the chat's own beginning.
-        before: the same reply in the text.
-    """
-    edge, at = 0, 0
-    if anchor is not None:
-        if not isinstance(anchor, _Turn) or not isinstance(before, _Turn):
-            return None
-        if not turn.follows(anchor):
-            return None
-        edge, at = anchor.end, before.end
-    if not text.startswith(turn.text[edge : turn.end], at):
-        return None
-    return replace(turn, text=text, start=at + turn.start - edge, end=at + turn.end - edge)
-
-
-def _same(one: _Turn | Refusal, other: _Turn | Refusal) -> bool:
-    if isinstance(one, Refusal) or isinstance(other, Refusal):
-        return one == other
-    return (one.start, one.whole) == (other.start, other.whole)
-
-
-def _checked(
-    turn: _Turn,
-    message: Message,
-    thought: str,
-    rules: Sequence[str],
-    changes_nothing: Callable[[Message], bool],
-    ends: Sequence[str],
-) -> _Turn | Refusal:
-    """The reply, if what the message holds stands in it, or changes the rendering when taken away."""
-    reply, behind = turn.reply, turn.text[turn.end :]
-    rules = list(rules)
-    answer = split_reasoning(message)[1]
-    if not stands(thought, reply) and changes_nothing(without_reasoning(message)):
-        rules.append(NO_REASONING)
-    calls = message.get("tool_calls", [])
-    for call in calls:
-        found = call_stands(call, reply)
-        if not found and call_stands(call, behind):
-            return Refusal(NO_CALLS_RENDERED)  # serving stops before it
-        others = [other for other in calls if other is not call]
-        doubtful = len(calls) > 1 or not found
-        if doubtful and changes_nothing(message | {"tool_calls": others}):
-            return Refusal(NO_CALLS_RENDERED)
-    if not stands(answer, reply) and changes_nothing(message | {"content": ""}):
-        if not calls:
-            return Refusal(NO_REPLY)
-        rules.append(NO_TEXT)
-    if not _without_end(reply, ends).strip():
-        return Refusal(NO_REPLY)
-    return replace(turn, rules=tuple(rules))
-
-
-def _marked(message: Message) -> Message:
-    """A reply whose parts all begin otherwise."""
-    marked = dict(message)
-    for key in ("content", "reasoning_content"):
-        if marked.get(key):
-            marked[key] = MARK + marked[key]
-    if marked.get("tool_calls"):
-        marked["tool_calls"] = [
-            call | {"function": call["function"] | {"name": MARK + call["function"]["name"]}}
-            for call in marked["tool_calls"]
-        ]
-    return marked
-
-
 def _once(rules: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(rules))
 
@@ -604,14 +503,6 @@ def _written(part: str, prompt: str) -> bool:
     """Whether a text stands in a prompt, as it is or as JSON."""
     return part in prompt or any(
         json.dumps(part, ensure_ascii=ascii)[1:-1] in prompt for ascii in (True, False)
-    )
-
-
-def _without_end(reply: str, ends: Sequence[str]) -> str:
-    return (
-        reply[: -max(len(end) for end in ends if reply.endswith(end))]
-        if reply.endswith(tuple(ends))
-        else reply
     )
 
 
