@@ -116,7 +116,7 @@ def alternatives(overrides: list[str], is_text: Callable[[str], bool]) -> list[A
 
 def _alternatives(parser: OverridesParser, key: str, item: str, text: bool) -> Alternatives:
     try:
-        override = parser.parse_override(item)
+        (override,) = parser.parse_overrides([item])
     except HydraException:
         override = None
     if override is None or not override.is_sweep_override():
