@@ -145,6 +145,12 @@ def test_a_store_remembers_that_it_was_compared(
     assert "layer_2" in other.manifest.gate["reference"]["compared"] and len(asked) == 2
 
 
+def test_what_is_measured_of_a_set_is_the_same_in_a_process_that_made_another_before() -> None:
+    target, other = make_target(), [token + 1 for token in TEXT[:-1]]
+    check_reference(target, other, STATES)
+    assert check_reference(target, TEXT, STATES) == check_reference(make_target(), TEXT, STATES)
+
+
 def test_a_wrong_target_leaves_no_features(tmp_path: Path) -> None:
     make_target().model.save_pretrained(tmp_path / "target")  # type: ignore[operator]
     target = Target.load(tmp_path / "target", "float32")

@@ -5,6 +5,7 @@ A user's mistake is one line and exit status 2, without a traceback.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import sys
 from collections.abc import Callable
@@ -122,12 +123,23 @@ def guarded(work: Callable[[], None]) -> int:
         print("mtp-train: error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
     except OSError as error:  # a full disk, an unreadable file
-        print("mtp-train: error:", " ".join(str(error).split()), file=sys.stderr)
+        print("mtp-train: error:", " ".join(str(_advised(error)).split()), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("mtp-train: interrupted; the same command goes on from here", file=sys.stderr)
         return 130
     return 0
+
+
+def _advised(error: OSError) -> Exception:
+    """A full disk as an error that says what to do; others as they are."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return error
+    return UserError(
+        "the disk must have room for what a stage writes",
+        error,
+        "free some of it (`mtp-train clean` shows what may go) and give the same command again",
+    )
 
 
 if __name__ == "__main__":
