@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from mtp_train.core import owned
+from mtp_train.core.dist import Ranks
 from mtp_train.core.errors import UserError
 from mtp_train.core.owned import (
     LOCK,
@@ -31,6 +32,7 @@ from mtp_train.core.owned import (
     set_aside,
     usual_mode,
 )
+from mtp_train.dialogue.shared import SharedJournal, read_rows
 from mtp_train.store.tensor_files import save_tensors
 
 ROOT = Path(__file__).parents[1] / "mtp_train"
@@ -313,3 +315,18 @@ def test_a_lock_is_let_go_at_the_end_of_its_block(tmp_path: Path) -> None:
     with open(tmp_path / LOCK) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert MARK not in os.listdir(tmp_path)
+
+
+def test_rows_that_are_not_asked_for_now_are_there_when_they_are_asked_for_again(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "set.jsonl"
+    for order in (["a", "b", "c"], ["b"], ["a", "c"], ["c", "b", "a"]):
+        journal = SharedJournal(path, Ranks())
+        missing = [key for key in "abc" if key not in journal]
+        assert missing == ([] if path.stat().st_size else ["a", "b", "c"])
+        for key in missing:
+            journal.append({"id": key, "finish": "stop"})
+        journal.finish(order)
+        assert [row["id"] for row in read_rows(path)] == order
+    assert os.listdir(tmp_path) == ["set.jsonl"]

@@ -39,7 +39,7 @@ TENSORS = "head.safetensors"
 CARD = "head.json"
 CHECKPOINT = Kind(
     "head's folder",
-    {TENSORS: (), CARD: ("family", "target_hash")},
+    {TENSORS: (), CARD: ("family", "target_hash", "files")},
     ("optimizer.safetensors", "average.safetensors", "progress.json"),
 )
 OTHER_NAME = "move it away, or name another run folder"

@@ -294,8 +294,8 @@ def usual_mode(path: Path) -> None:
 def replaced_folder(folder: Path, kind: Kind, remedy: str = "name another one") -> Iterator[Path]:
     """Yield a new folder; put it in place of `folder` when the block ends without an error.
 
-    What was there is renamed aside before, and its files of our names are removed after. With files of the user's in
-    it, it is kept as a whole, beside the new one.
+    What was there is renamed aside before, and its files of our names are removed after. Files of the user's in it are
+    kept in `<folder>.before-<n>`.
 
     Raises:
         UserError: what is there is not of this kind.
@@ -307,8 +307,7 @@ def replaced_folder(folder: Path, kind: Kind, remedy: str = "name another one") 
     require_writable(scratch)
     with open(scratch / MARK, "w", encoding="utf-8") as mark:
         _locked(mark)
-        described = {"name": kind.name, "marks": dict(kind.marks), "names": kind.names}
-        json.dump({"kind": "scratch", "version": VERSION, "of": described}, mark)
+        json.dump({"kind": "scratch", "version": VERSION}, mark)
         mark.flush()
         try:
             (scratch / NEW).mkdir()

@@ -19,6 +19,8 @@ from mtp_train.core.dist import Ranks
 from mtp_train.core.owned import atomic_path, remove_file
 from mtp_train.dialogue.journal import Journal
 
+REST = ".rank-others.journal"
+
 
 class SharedJournal:
     """What one rank sees: the rows that all ranks began with, and its own.
@@ -57,7 +59,7 @@ class SharedJournal:
             self._scratch.cleanup()
 
     def finish(self, order: Iterable[str]) -> None:
-        """Put all ranks' rows into the one file, in the order of these keys. Rows with other keys go."""
+        """Put all ranks' rows into the one file, in the order of these keys. Rows with other keys stay beside it."""
         self.close()
         self.ranks.wait()
         if self.ranks.main:
@@ -66,18 +68,26 @@ class SharedJournal:
 
 
 def gather(path: Path, order: Iterable[str] | None = None) -> None:
-    """Put the journals beside `path` into it. A kill in between leaves rows in both places: a key counts once."""
+    """Put the journals beside `path` into it. A kill in between leaves rows in both places: a key counts once.
+
+    order: of the file's rows; others are kept as a journal, for when they are asked for again.
+    """
     parts = sorted(path.parent.glob(f"{path.stem}.rank-*.journal"))
     if path.is_file() and not parts:
         return
     lines: dict[str, bytes] = {}
     for part in [path, *parts]:
         lines |= dict(_lines(part))
-    with atomic_path(path) as temporary:
-        kept = lines if order is None else [key for key in order if key in lines]
-        temporary.write_bytes(b"".join(lines[key] for key in kept))
+    kept = list(lines) if order is None else [key for key in order if key in lines]
+    others = set(lines) - set(kept)
+    rest = path.with_suffix(REST)
+    for place, keys in ((rest, [key for key in lines if key in others]), (path, kept)):
+        if keys or place == path:
+            with atomic_path(place) as temporary:
+                temporary.write_bytes(b"".join(lines[key] for key in keys))
     for part in parts:
-        remove_file(part)
+        if part != rest or not others:
+            remove_file(part)
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -164,7 +164,9 @@ def regenerate(
         _write(out, plans, journal)
     finally:
         journal.close()
-    remove_file(journal.path)
+    asked = {plan.key(turn) for plan in plans for turn in range(len(plan.turns))}
+    if set(journal) <= asked:  # answers beyond the limit are kept for a higher one
+        remove_file(journal.path)
     return outcome
 
 
