@@ -27,7 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-from torture_judge import FAILED, LINE, SAME, MAY_DIFFER, WHY  # noqa: E402
+from torture_judge import FAILED, LINE, MAY_DIFFER, SAME, WHY  # noqa: E402
 from torture_trials import KINDS, STAGES, Bench, Trial, can_mount, trials  # noqa: E402
 
 from mtp_train.core.errors import UserError  # noqa: E402
@@ -214,8 +214,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     differ = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in MAY_DIFFER.items())
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0],
-        epilog=f"Not compared: {differ}. "
-        + "; ".join(f"{key}: {why}" for key, why in WHY.items()),
+        epilog=f"Not compared: {differ}. " + "; ".join(f"{key}: {why}" for key, why in WHY.items()),
     )
     parser.add_argument("--target", type=Path, default=TARGET)
     parser.add_argument("--kills", type=int, default=30)

@@ -61,7 +61,7 @@ READ_BY = (
     ("export/*", "export", ("export/stage.json",)),
     ("*.json", "train", ("train",)),
 )
-BOOKKEEPING = ("stage.json", "inputs.json", "mtp_train.json")
+BOOKKEEPING = ("stage.json", "inputs.json", "mtp_train.json", "speed.json")
 OTHER_INPUTS = {  # a key that changes what a stage makes
     "regenerate": "regenerate.max_new_tokens=5",
     "precompute": "precompute.codec=lossless",
@@ -448,7 +448,9 @@ def _beside(bench: Bench, stage: str, *more: str) -> Outcome:
     if aside := sorted(bench.run.glob(f"{stage}.before*")):  # named in what the command says
         moved = {name.replace(stage, aside[-1].name, 1): before[name] for name in lost}
         if not changed(bench.run, moved):
-            return Outcome(SAME, f"of the foreign files, set aside with the rest as {aside[-1].name}")
+            return Outcome(
+                SAME, f"of the foreign files, set aside with the rest as {aside[-1].name}"
+            )
     return failed(f"{len(lost)} foreign files gone or changed: {', '.join(lost[:3])}")
 
 
