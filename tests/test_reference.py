@@ -141,7 +141,7 @@ def test_a_store_remembers_that_it_was_compared(
     assert told["rows"] == len(chats[0].tokens) and told["compared"]["post_norm"]["error"] < 1e-5
     assert make_store(tmp_path, target, chats).manifest.gate["reference"] == told
     assert asked == [len(chats[0].tokens)]
-    other = make_store(tmp_path, target, chats, states=("layer_2", "post_norm"))
+    other = make_store(tmp_path / "other", target, chats, states=("layer_2", "post_norm"))
     assert "layer_2" in other.manifest.gate["reference"]["compared"] and len(asked) == 2
 
 

@@ -61,7 +61,7 @@ READ_BY = (
     ("export/*", "export", ("export/stage.json",)),
     ("*.json", "train", ("train",)),
 )
-BOOKKEEPING = ("stage.json", "inputs.json", "mtp_train.json")
+BOOKKEEPING = ("stage.json", "inputs.json", "mtp_train.json", "speed.json")
 OTHER_INPUTS = {  # a key that changes what a stage makes
     "regenerate": "regenerate.max_new_tokens=5",
     "precompute": "precompute.codec=lossless",

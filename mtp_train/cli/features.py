@@ -39,7 +39,10 @@ def outputs(job: Job, is_live: bool) -> Any:
     """What precompute's stamp records: each set's manifest."""
     if is_live:
         return {name: file_digest(job.folder.corpus(name) / live.NAME) for name in SETS}
-    return {name: digest(Place(job.features(name)).read(manifest.NAME).decode()) for name in SETS}
+    return {
+        name: digest(Place(job.features(name)).read(manifest.NAME).decode(errors="replace"))
+        for name in SETS
+    }
 
 
 def trained_counts(job: Job) -> Tensor:
@@ -83,7 +86,8 @@ def require_current(job: Job, recorded: str) -> None:
     if not same and any(whole(job, kind) for kind in (True, False)):
         raise UserError(
             "training needs the features of this run's last precompute",
-            f"others, with precompute.live={str(is_live).lower()}",
+            f"another {job.features('*')}/{manifest.NAME} than it wrote, with "
+            f"precompute.live={str(is_live).lower()}",
             "give it the same precompute keys, or run precompute again with these",
         )
 

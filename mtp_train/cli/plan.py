@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -162,7 +163,8 @@ class Outlook:
         """Tokens per second of one unit: as configured, or as measured by this run's last precompute; 0 if neither."""
         place = Place(self.places[0])
         if not self.plan.tokens_per_second and place.exists(SPEED):
-            return float(json.loads(place.read(SPEED))["tokens_per_second"])
+            with suppress(ValueError, KeyError, TypeError):  # a damaged note: nothing is known
+                return float(json.loads(place.read(SPEED))["tokens_per_second"])
         return self.plan.tokens_per_second
 
     def require_disk(self) -> None:
