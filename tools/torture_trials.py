@@ -59,7 +59,7 @@ READ_BY = (
     ("evaluate/*.json", "report", ("report",)),
     ("report/*", "report", ("report/stage.json",)),
     ("export/*", "export", ("export/stage.json",)),
-    ("*.json", "train", ("train",)),
+    ("mtp_train.json", "train", ("train",)),
 )
 BOOKKEEPING = ("stage.json", "inputs.json", "mtp_train.json", "speed.json")
 OTHER_INPUTS = {  # a key that changes what a stage makes
