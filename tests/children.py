@@ -214,7 +214,9 @@ def train_slowly(
     if fate == "half a checkpoint":
         from mtp_train.checkpoint import heads
 
-        heads.save_file = dies_at(4, heads.save_file, half)  # the second checkpoint's optimiser
+        heads.save_tensors = dies_at(
+            4, heads.save_tensors, half
+        )  # the second checkpoint's optimiser
     if fate == "after a best":  # before the checkpoint that would know of it
         loop._Trainer._checkpoint = dies_at(1, loop._Trainer._checkpoint)  # type: ignore[method-assign]
     if fate == "before the head":

@@ -69,11 +69,13 @@ def test_the_layers_between_are_not_in_memory(folder: Path) -> None:
     assert in_memory(ends) == in_memory(whole) - 3 * layer
 
 
-def trained(target: Target, family: str, out: Path) -> tuple[dict[str, torch.Tensor], str]:
-    """A head's tensors after a few steps, and the curves."""
+def trained(
+    target: Target, whole: Target, family: str, out: Path
+) -> tuple[dict[str, torch.Tensor], str]:
+    """A head's tensors after a few steps on features of the whole target, and the curves."""
     names = tuple(dict.fromkeys(("post_norm", *MADE[family])))
     chats = conversations(6)
-    stores = [make_store(out / name, target, chats, states=names) for name in ("train", "heldout")]
+    stores = [make_store(out / name, whole, chats, states=names) for name in ("train", "heldout")]
     config = VARIANTS[family]
     head = build_head(target, config, 0, torch.arange(target.vocab_size))
     loss = {"kl": 1.0} if head.own_output() is not None else {"kl": 1.0, "smooth_l1": 0.1}
@@ -97,13 +99,14 @@ def test_training_is_that_with_the_whole_target(
     folder: Path, tmp_path: Path, family: str, fresh_accelerate: None
 ) -> None:
     """From the fresh head on, which looks at the last layer and at states of the target."""
+    whole = Target.load(folder, "float32")
     results = []
     for ends in (False, True):
         target = Target.load(folder, "float32", ends=ends)
-        results.append(trained(target, family, tmp_path / str(ends)))
-    (whole, whole_curves), (ends_only_, ends_curves) = results
-    assert whole.keys() == ends_only_.keys()
-    assert all(torch.equal(whole[name], ends_only_[name]) for name in whole)
+        results.append(trained(target, whole, family, tmp_path / str(ends)))
+    (expected, whole_curves), (ends_only_, ends_curves) = results
+    assert expected.keys() == ends_only_.keys()
+    assert all(torch.equal(expected[name], ends_only_[name]) for name in expected)
     assert whole_curves == ends_curves
 
 

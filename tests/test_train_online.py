@@ -32,6 +32,7 @@ from mtp_train.batches.pack import Pack, load_pack
 from mtp_train.checkpoint.heads import TENSORS, find_checkpoints, load_head, read_card
 from mtp_train.cli.store import _parser as store_parser
 from mtp_train.cli.train import _accelerator
+from mtp_train.core.dist import Ranks
 from mtp_train.core.errors import UserError
 from mtp_train.engine.engine import EngineConfig
 from mtp_train.engine.sequences import Completion, DraftStep
@@ -592,7 +593,9 @@ def test_all_ranks_stop_and_know_which_of_them_it_was(two_ranks: TwoRanks) -> No
 def tracked(trackers: list[str], target: Target, features: FeatureStore, out: Path) -> set[Path]:
     """Train as the command line does; the files that are not training's own."""
     run = SimpleNamespace(trackers=trackers, precision="float32")
-    accelerator = _accelerator(SimpleNamespace(run=run, device="cpu"), out)  # type: ignore[arg-type]
+    process = SimpleNamespace(ranks=Ranks())
+    job = SimpleNamespace(run=run, process=process, device="cpu")
+    accelerator = _accelerator(job, out)  # type: ignore[arg-type]
     config: TrainConfig = replace(CONFIG, rows=100, epochs=1)
     train(target, build(target, MtpConfig()), features, features, config, accelerator, out)
     accelerator.end_training()
