@@ -5,7 +5,7 @@
 makes three files beside this script (`--out-dir` puts them elsewhere), with rows of the form
 `{"id": ..., "category": ..., "messages": [{"role": "user", "content": ...}]}`:
 
-  prompts_train.jsonl     900 rows in two categories: how_to, word_problem
+  prompts_train.jsonl     1200 rows in two categories: how_to, word_problem
   prompts_heldout.jsonl     48 rows, the same two categories
   prompts_ood.jsonl         24 rows from outside that workload, written by hand (ood_*)
 
@@ -37,7 +37,7 @@ import random
 import re
 from pathlib import Path
 
-TRAIN_ROWS = 900
+TRAIN_ROWS = 1200
 HELDOUT_ROWS = 48
 OOD_ROWS = 24
 CATEGORIES = ("how_to", "word_problem")
