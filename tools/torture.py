@@ -99,9 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wanted = [trial for trial in wanted if trial.kind not in NEEDS_MOUNT]
     results = carry_out(wanted, args.seed, kept, args.out / "results.json")
     if args.table:
-        write_table(
-            args.table, results, f"--kills {args.kills} --seed {args.seed} --ranks {args.ranks}"
-        )
+        asked = f"--kills {args.kills} --seed {args.seed} --ranks {args.ranks}"
+        asked += "".join(f" --only {kind}" for kind in args.only or ())
+        write_table(args.table, results, asked + (f" --match {args.match}" if args.match else ""))
     wrong = [result for result in results.values() if result.verdict == FAILED]
     print(f"torture: {len(results)} trials, {len(wanted)} of them now, {len(wrong)} failed")
     return 1 if wrong else 0
