@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from torture_judge import (
+    FAILED,
     LINE,
     SAME,
     Outcome,
@@ -356,28 +357,32 @@ def corrupt(
 
 def corrupt_half(bench: Bench, stage: str, rng: random.Random) -> Outcome:
     """A wrong byte in a file that a killed stage left, and the same command."""
-    bench.restore(stage)
-    for share in (rng.uniform(0.3, 0.9), 0.95, 0.99):
+    left: list[Path] = []
+    for share in (rng.uniform(0.3, 0.9), 0.95, 0.8, 0.6, 0.4):
+        bench.restore(stage)
         bench.do(stage, kill_at=share * bench.cpu[f"{stage} 1"])
-        left = [
-            path
-            for path in (bench.run / stage).rglob("*")
-            if path.is_file() and path.stat().st_size
-        ]
+        if not (bench.run / stage / "stage.json").is_file():  # it was killed before its end
+            left = [path for path in half_done(bench.run / stage) if path.stat().st_size]
         if left:
             break
     else:
-        return Outcome(SAME, "a killed stage left no file")
-    path = rng.choice(sorted(left))
+        return Outcome(SAME, "a killed stage left no file of its results")
+    path = rng.choice(left)
     flip(path, rng)
     outcome = bench.finish(stage)
     name = path.relative_to(bench.run)
     if outcome.verdict == LINE and not names(outcome, path):
         return failed(f"the line does not name {name}: {outcome.detail}")
-    return (
-        outcome
-        if outcome.verdict != "FAILED"
-        else failed(f"{name} had a wrong byte: {outcome.detail}")
+    return outcome if outcome.verdict != FAILED else failed(f"wrong byte in {name}: {outcome}")
+
+
+def half_done(folder: Path) -> list[Path]:
+    """Files in a killed stage's folder that the stage goes on from: of checkpoints, only those of the newest."""
+    older = sorted(folder.glob("checkpoints/*"))[:-1]
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and path.name not in BOOKKEEPING and not set(path.parents) & set(older)
     )
 
 
