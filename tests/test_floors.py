@@ -38,6 +38,7 @@ FLOORS = {
 }
 NEIGHBOURS = {
     ("heads", "models"),  # a head is built from the target's own block class
+    ("heads", "batches"),  # a rollout is aligned where every shift is
     ("dialogue", "engine"),  # a conversation asks with the engine's requests
 }
 

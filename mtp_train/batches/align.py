@@ -21,30 +21,73 @@ Shapes: T rows, N goals, S steps, B sequences, K drafts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Rollout:
-    """A pack of documents, aligned for S draft steps. Rows are indexed by where their chain starts."""
+class Aligned:
+    """Which rows of packed documents are predicted, from where. A chain's row is the one where it starts.
 
-    token_ST: (
-        Tensor  # int64, input token of each step; 0 past the document's end (never part of a goal)
-    )
-    position_ST: Tensor  # int64
-    goal_N: Tensor  # int64, rows of the pack whose states are predicted
-    label_N: Tensor  # int64, x[g+1]
-    source_SN: Tensor  # int64, row p that predicts goal n at step s; 0 where there is none
-    valid_SN: Tensor  # bool, whether the goal has such a row in its own document
+    Attributes:
+        goal: rows whose states are predicted: int64 [N] where every step has the same, else [S, N].
+        label: x[goal+1], likewise.
+        source_SN: int64, row where the chain that predicts goal n at step s starts; 0 where there is none.
+        valid_SN: bool, whether there is such a chain in the goal's document, and the goal utters a trained token.
+        offsets: document boundaries, from 0 to T.
+    """
+
+    goal: Tensor
+    label: Tensor
+    source_SN: Tensor
+    valid_SN: Tensor
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Rollout(Aligned):
+    """Chains of every row, for S draft steps.
+
+    Attributes:
+        token_ST: int64, input token of each step; 0 past the document's end (never part of a goal).
+        position_ST: int64.
+    """
+
+    token_ST: Tensor
+    position_ST: Tensor
+
+    def moved(self, rows: int) -> Rollout:
+        """The same documents, so many positions later."""
+        return replace(self, position_ST=self.position_ST + rows)
+
+
+@dataclass(frozen=True)
+class Blocks(Aligned):
+    """N chains that are drafted in one forward each, for S draft steps.
+
+    Attributes:
+        start_N: int64, row where each starts.
+        begin_N: int64, first row of its document.
+        position_N: int64, position of row `start_N`.
+        token_SN: int64, x[start+ahead+s]: the token before the draft of step s; 0 past the document's end.
+    """
+
+    start_N: Tensor
+    begin_N: Tensor
+    position_N: Tensor
+    token_SN: Tensor
+
+    def moved(self, rows: int) -> Blocks:
+        """The same documents, so many positions later."""
+        return replace(self, position_N=self.position_N + rows)
 
 
 def rollout(
     token_T: Tensor, loss_mask_T: Tensor, offsets: Sequence[int], steps: int, ahead: int = 1
 ) -> Rollout:
-    """Align packed documents for `steps` draft steps.
+    """Align packed documents for `steps` draft steps of a chain from every row.
 
     Args:
         token_T: tokens of the documents, end to end.
@@ -60,7 +103,76 @@ def rollout(
     source_SN = torch.stack([goal_N - ahead - step for step in range(steps)])
     valid_SN = source_SN >= begin_T[goal_N]
     return Rollout(
-        token_ST, position_ST, goal_N, token_T[goal_N + 1], source_SN.clamp(min=0), valid_SN
+        goal_N,
+        token_T[goal_N + 1],
+        source_SN.clamp(min=0),
+        valid_SN,
+        tuple(offsets),
+        token_ST,
+        position_ST,
+    )
+
+
+def blocks(
+    token_T: Tensor,
+    loss_mask_T: Tensor,
+    offsets: Sequence[int],
+    steps: int,
+    start_N: Tensor | None = None,
+    ahead: int = 1,
+) -> Blocks:
+    """Align packed documents for chains that start at rows `start_N`; none: every chain that predicts a trained token.
+
+    Other arguments as `rollout` has them.
+    """
+    begin_T, end_T = _bounds(offsets, token_T.device)
+    row_T = torch.arange(len(token_T), device=token_T.device)
+    trained_T = _later(loss_mask_T, row_T + 1, end_T) > 0
+    if start_N is None:
+        ahead_ST = torch.stack(
+            [_later(trained_T, row_T + ahead + step, end_T) for step in range(steps)]
+        )
+        start_N = row_T[ahead_ST.any(0)]
+    goal_SN = torch.stack([start_N + ahead + step for step in range(steps)])
+    end_N = end_T[start_N]
+    inside_SN = goal_SN < end_N
+    goal_SN = goal_SN.clamp(max=len(token_T) - 1)
+    return Blocks(
+        goal_SN,
+        _later(token_T, goal_SN + 1, end_N),
+        start_N.expand(steps, -1),
+        inside_SN & trained_T[goal_SN],
+        tuple(offsets),
+        start_N,
+        begin_T[start_N],
+        start_N - begin_T[start_N],
+        torch.where(inside_SN, token_T[goal_SN], torch.zeros_like(goal_SN)),
+    )
+
+
+def trained_starts(
+    token_T: Tensor, loss_mask_T: Tensor, offsets: Sequence[int], ahead: int = 1
+) -> Tensor:
+    """Rows whose chain's newest token and first draft are both the target's own output [N]."""
+    _, end_T = _bounds(offsets, token_T.device)
+    row_T = torch.arange(len(token_T), device=token_T.device)
+    newest_T = _later(loss_mask_T, row_T + ahead, end_T)
+    return row_T[(newest_T > 0) & (_later(loss_mask_T, row_T + ahead + 1, end_T) > 0)]
+
+
+def chains(aligned: Rollout, start_N: Tensor, ahead: int = 1) -> Rollout:
+    """The chains that start at rows `start_N`, each goal a step's own; their inputs must lie in their documents."""
+    steps = range(len(aligned.token_ST))
+    goal_SN = torch.stack([start_N + ahead + step for step in steps])
+    following_SN = aligned.token_ST[0][
+        (goal_SN + 1 - ahead).clamp(max=aligned.token_ST.shape[1] - 1)
+    ]
+    return replace(
+        aligned,
+        goal=goal_SN,
+        label=following_SN,
+        source_SN=start_N.expand(len(steps), -1),
+        valid_SN=torch.ones_like(goal_SN, dtype=torch.bool),
     )
 
 

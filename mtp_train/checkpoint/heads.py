@@ -29,7 +29,6 @@ from mtp_train.core.provenance import (
 )
 from mtp_train.heads.base import DraftHead
 from mtp_train.heads.families import family_of, make_head
-from mtp_train.heads.mtp import MtpHead, deepen
 from mtp_train.heads.vocabulary import coverage, require_vocabulary
 from mtp_train.models.identity import FORWARD, TEXT, Identity, differences, require_same
 from mtp_train.models.target import Target
@@ -169,8 +168,7 @@ def warm_start(
         counts_V: how often each token is trained.
     """
     head, card = load_head(folder, target, same_weights=False)
-    if isinstance(head, MtpHead) and head.depths == 1 < getattr(config, "modules", 1):
-        head = deepen(target, head, config.modules)
+    head = head.extended(target, config)
     wanted, found = asdict(config), asdict(head.config)
     differ = [
         name

@@ -13,15 +13,17 @@ Shapes: B sequences, F drafts of a level that are read on, k = top_k, N drafts, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mtp_train.core.errors import UserError
-from mtp_train.engine.propose import Carry, Draft, Drafting, HeadRunner, require_steps
+from mtp_train.engine.propose import Draft, HeadRunner, Proposing
 from mtp_train.engine.tree import fixed_paths, tree_rows
 from mtp_train.heads.base import DraftHead
+from mtp_train.heads.chain import ChainCarry, ChainHead
 from mtp_train.models.target import Target
 
 KINDS = ("dynamic", "fixed")
@@ -71,26 +73,24 @@ class TreeProposer(HeadRunner):
 
     def __init__(self, target: Target, head: DraftHead, config: TreeConfig | None = None) -> None:
         config = config or TreeConfig()
-        if head.depths > 1:
-            raise UserError(
-                "a tree is drafted by a head of one module",
-                f"{head.depths} modules",
-                "draft a chain",
-            )
-        require_steps(head, config.depth)
-        super().__init__(target, head)
+        if head.no_tree():
+            rule = "a tree is drafted by a head of one module, a token at a time"
+            raise UserError(rule, head.no_tree(), "draft a chain")
+        super().__init__(target, head, config.depth)
+        self.chain = cast(ChainHead, self.head)
         self.config = config
-        self.drafts, self.depth = config.drafts, config.depth
+        self.drafts = config.drafts
         self.reach: int | None = self.ahead
         self.paths = fixed_paths(config.drafts, config.depth, config.top_k)
         width = config.top_k if config.kind == "dynamic" else _widest(self.paths)
         self.room = max(config.drafts, width * (config.depth - 1)) + 1
 
-    def propose(self, step: Drafting) -> Draft:
+    def propose(self, step: Proposing) -> Draft:
         assert step.carry is not None, "observe before propose"
+        carry = cast(ChainCarry, step.carry)
         with step.clock("sampling"):
-            best = self._best(step.carry.logits_BU.unsqueeze(1))
-        grown = _Growth(self, step, step.carry)
+            best = self._best(carry.logits_BU.unsqueeze(1))
+        grown = _Growth(self, step, carry)
         if self.config.kind == "dynamic":
             return grown.dynamic(best)
         return grown.fixed(best)
@@ -99,13 +99,13 @@ class TreeProposer(HeadRunner):
         """The k best tokens of each row, in the target's ids, and their log-probabilities [B, F, k]."""
         top = logits_BFU.float().topk(self.config.top_k, dim=-1)
         score = top.values - logits_BFU.float().logsumexp(-1, keepdim=True)
-        return self.in_target(top.indices), score
+        return self.head.in_target(top.indices), score
 
 
 class _Growth:
     """One step's tree while it grows: drafts seen so far, and those of them whose rows the head has read."""
 
-    def __init__(self, proposer: TreeProposer, step: Drafting, carry: Carry) -> None:
+    def __init__(self, proposer: TreeProposer, step: Proposing, carry: ChainCarry) -> None:
         self.proposer, self.step, self.carry = proposer, step, carry
         self.batch = len(step.newest)
         self.top_k = proposer.config.top_k
@@ -192,14 +192,20 @@ class _Growth:
         trees = tree_rows(base, self.seen, newest=wide)
         with self.step.clock("head"):
             plan = self.step.plan([row + first for row in base], [wide] * self.batch, trees)
-            out = self.proposer.rows(
-                self.step.cache, plan, token_BF.flatten(), state_BFD.flatten(0, 1), level
+            out = self.proposer.chain.run(
+                self.proposer.target,
+                self.step.cache,
+                plan,
+                token_BF.flatten(),
+                state_BFD.flatten(0, 1),
+                level,
             )
         return out.unflatten(0, (self.batch, wide)), first
 
     def _best(self, out_BFD: Tensor, level: int) -> tuple[Tensor, Tensor]:
         with self.step.clock("lm_head of the head"):
-            logits = self.proposer.logits(out_BFD.flatten(0, 1), level)
+            read = out_BFD.flatten(0, 1)
+            logits = self.proposer.chain.logits(self.proposer.target, read, level)
         with self.step.clock("sampling"):
             return self.proposer._best(logits.unflatten(0, out_BFD.shape[:2]))
 

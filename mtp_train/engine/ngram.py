@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mtp_train.core.errors import UserError
-from mtp_train.engine.propose import Draft, Drafting, NoProposer
+from mtp_train.engine.propose import Draft, NoProposer, Proposing
 
 
 class NgramProposer(NoProposer):
@@ -32,7 +32,7 @@ class NgramProposer(NoProposer):
         self.drafts = self.depth = self.room = drafts
         self.longest, self.shortest = longest, shortest
 
-    def propose(self, step: Drafting) -> Draft | None:
+    def propose(self, step: Proposing) -> Draft | None:
         with step.clock("sampling"):
             found = [self.lookup(tokens) for tokens in step.tokens]
         if not any(found):

@@ -8,81 +8,21 @@ Shapes: T rows, B sequences, N drafts, D hidden width, V vocabulary, U the head'
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mtp_train.attention.paged import BatchPlan, PagedKV, TreeRows
+from mtp_train.attention.paged import BatchPlan, PagedKV
 from mtp_train.core.errors import UserError
 from mtp_train.engine.clock import Clock
 from mtp_train.engine.sampling import Randomness, Rules
-from mtp_train.heads.base import DraftHead
+from mtp_train.heads.base import Carry, DraftHead, Drafting, Planner
 from mtp_train.models.spread import spread_block
 from mtp_train.models.target import Target
-
-# (starts, rows, trees) of the step's sequences, in order -> their plan.
-Planner = Callable[[list[int], list[int], "list[TreeRows] | None"], BatchPlan]
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """Newest verified rows of one sequence, which later modules still have to run."""
-
-    token_W: Tensor  # x[p+1] of each row
-    state_WD: Tensor  # the first module's output
-
-    def last(self, rows: int) -> Waiting:
-        return Waiting(self.token_W[-rows:], self.state_WD[-rows:])
-
-    def after(self, earlier: Waiting) -> Waiting:
-        return Waiting(
-            torch.cat([earlier.token_W, self.token_W]),
-            torch.cat([earlier.state_WD, self.state_WD]),
-        )
-
-
-@dataclass(frozen=True)
-class Carry:
-    """What a proposer keeps per sequence between steps: the head's output at the newest verified row.
-
-    waiting: one per sequence for a head of one module per depth, else none.
-    lag: rows whose deepest tokens are not known.
-    """
-
-    state_BD: Tensor
-    logits_BU: Tensor
-    waiting: tuple[Waiting, ...] = ()
-    lag: int = 0
-
-    def one(self, index: int) -> Carry:
-        """That of one sequence."""
-        part = slice(index, index + 1)
-        return Carry(self.state_BD[part], self.logits_BU[part], self.waiting[part], self.lag)
-
-    @classmethod
-    def join(cls, parts: Sequence[Carry]) -> Carry:
-        waiting = tuple(rows for part in parts for rows in part.waiting)
-        return cls(
-            torch.cat([part.state_BD for part in parts]),
-            torch.cat([part.logits_BU for part in parts]),
-            waiting,
-            parts[0].lag,
-        )
-
-    def after(self, earlier: Carry | None) -> Carry:
-        """The carry of the same sequences' next rows: none of those before was drafted from, or `used` was."""
-        if earlier is None or not self.lag:
-            return self
-        pairs = zip(self.waiting, earlier.waiting, strict=True)
-        return replace(self, waiting=tuple(new.after(old) for new, old in pairs))
-
-    def used(self) -> Carry:
-        """What is left to carry once drafts were made from it."""
-        return replace(self, waiting=tuple(rows.last(self.lag) for rows in self.waiting))
 
 
 @dataclass(frozen=True)
@@ -112,7 +52,7 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Drafting:
+class Proposing:
     """What a proposer is given to draft one step of B sequences.
 
     Attributes:
@@ -132,6 +72,11 @@ class Drafting:
     clock: Clock
     drawn: bool
     keep: Rules | None
+
+    def drafting(self) -> Drafting:
+        """What a head needs of it."""
+        token = [tokens[-1] for tokens in self.tokens]
+        return Drafting(self.cache, self.plan, self.newest, token, self.clock)
 
 
 class Proposer(Protocol):
@@ -175,7 +120,7 @@ class Proposer(Protocol):
         """
         ...
 
-    def propose(self, step: Drafting) -> Draft | None:
+    def propose(self, step: Proposing) -> Draft | None:
         """Draft N tokens per sequence; None if there is nothing to draft for any."""
         ...
 
@@ -204,22 +149,27 @@ class NoProposer:
     ) -> None:
         return None
 
-    def propose(self, step: Drafting) -> Draft | None:
+    def propose(self, step: Proposing) -> Draft | None:
         return None
 
 
 class HeadRunner:
-    """What every proposer that drafts with a head does: run it over planned rows, read its logits."""
+    """What every proposer that drafts with a head does: show it rows, tell its tokens from the target's."""
 
-    lag = 0
+    def __init__(self, target: Target, head: DraftHead, depth: int) -> None:
+        """depth: of the longest path of drafts.
 
-    def __init__(self, target: Target, head: DraftHead) -> None:
-        self.target = target
+        Raises:
+            UserError: the head has fewer draft steps.
+        """
+        require_steps(head, depth)
+        self.target, self.depth = target, depth
         self.head = spread(target, head.to(target.dtype)).serving(target)
         self.cache_layers = head.cache_layers
         self.states = head.states
         self.ahead = head.ahead
         self.positions = head.positions
+        self.reach = head.reach(depth)
 
     def observe(
         self,
@@ -230,41 +180,8 @@ class HeadRunner:
         row_B: Tensor,
         clock: Clock,
     ) -> Carry:
-        with clock("head"):
-            out_TD = self.rows(cache, plan, next_T, self.head.fuse(states), 0)
-            state_BD = out_TD[row_B]
-            waiting = self.waiting(plan, next_T, out_TD, row_B)
-        with clock("lm_head of the head"):
-            logits_BU = self.logits(state_BD, 0)
-        return Carry(state_BD, logits_BU, waiting, self.lag)
-
-    def waiting(
-        self, plan: BatchPlan, next_T: Tensor, out_TD: Tensor, row_B: Tensor
-    ) -> tuple[Waiting, ...]:
-        """Rows of each sequence that later modules have to run; none for a head of one."""
-        return ()
-
-    def rows(
-        self,
-        cache: PagedKV,
-        plan: BatchPlan,
-        token_T: Tensor,
-        state_TD: Tensor,
-        step: int,
-        later: int = 0,
-    ) -> Tensor:
-        """The head's outputs at draft step `step`, at positions `later` after the plan's [T, D]."""
-        context = cache.context(plan)
-        embedding_TD = self.head.embed(self.target, token_T)
-        return self.head.at(step)(embedding_TD, state_TD, plan.positions + later, context)
-
-    def logits(self, state_ND: Tensor, step: int) -> Tensor:
-        return self.head.logits(self.target, state_ND, step)
-
-    def in_target(self, token: Tensor) -> Tensor:
-        """The head's ids as the target's."""
-        vocabulary_U = self.head.vocabulary
-        return token if vocabulary_U is None else vocabulary_U[token]
+        seen = self.head.observe(self.target, cache, plan, next_T, states, self.depth, clock)
+        return seen.carry(row_B)
 
     def over_target(self, q_BU: Tensor) -> Tensor:
         """A distribution over the target's vocabulary [B, V]: what the head can't draft has chance 0."""

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, distributed
 
-from mtp_train.engine.propose import Draft, Drafting, NoProposer, Proposer
+from mtp_train.engine.propose import Draft, NoProposer, Proposer, Proposing
 
 LEAD = 0  # its rank among those that hold the target
 
@@ -73,7 +73,7 @@ class Follower(NoProposer):
         self.cache_layers = 0
         self.tree = hasattr(proposer, "paths")
 
-    def propose(self, step: Drafting) -> Draft:
+    def propose(self, step: Proposing) -> Draft:
         shape = len(step.newest), self.drafts
         token_BN = torch.zeros(shape, dtype=torch.int64, device=step.rules.greedy_B.device)
         return Draft(token_BN, None, np.zeros(shape, dtype=np.int64) if self.tree else None)

@@ -34,7 +34,7 @@ from mtp_train.batches.align import next_tokens, verified_tokens
 from mtp_train.engine.clock import Clock
 from mtp_train.engine.logprobs import token_logprobs
 from mtp_train.engine.parts import Parts
-from mtp_train.engine.propose import Carry, Draft, Drafting
+from mtp_train.engine.propose import Draft, Proposing
 from mtp_train.engine.sampling import (
     Randomness,
     Rules,
@@ -155,12 +155,12 @@ class Step:
         rules = self._rules_of(sequences)
         carries = [sequence.carry for sequence in sequences]
         draft = self.proposer.propose(
-            Drafting(
+            Proposing(
                 self.cache,
                 lambda starts, rows, trees: self._plan_of(sequences, starts, rows, trees),
                 [len(sequence.tokens) - 1 for sequence in sequences],
                 [sequence.tokens for sequence in sequences],
-                Carry.join(carries) if all(carry is not None for carry in carries) else None,
+                type(carries[0]).join(carries) if None not in carries else None,
                 rules,
                 self.random(sequences),
                 self.clock,

@@ -8,9 +8,8 @@ A step with k drafts is made of three parts; each ends with the choice of tokens
 
     target    B sequences x k + 1 rows, logits of all rows
     observe   the head over the same rows (a draft model: over the newest two), logits of one row per sequence
-    draft     k - 1 times: the head over one row per sequence, its logits
-
-A head of one module per depth runs waiting rows again while it drafts; here its draft is one row, as the others' are.
+    draft     a head that drafts all tokens at once: its forward. Others, k - 1 times: a forward of one row per
+              sequence, and its logits
 
 Shapes: B sequences, R rows of each, T = B * R rows, D hidden width, V vocabulary.
 """
@@ -21,18 +20,18 @@ import copy
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from mtp_train.attention.paged import BatchPlan, PagedContext, PagedKV, plan_batch
+from mtp_train.attention.paged import BatchPlan, PagedContext, PagedKV, TreeRows, plan_batch
 from mtp_train.core.errors import UserError
 from mtp_train.engine.sampling import best
-from mtp_train.heads.base import DraftHead
+from mtp_train.heads.base import Carry, DraftHead, Drafting
 from mtp_train.models.target import Target
 
 PAGE = 16
@@ -50,6 +49,7 @@ class BatchCost:
     observe: tuple[float, ...]  # likewise; empty without a head
     draft: float  # 0 without a head, or with one of a single step
     noise: dict[str, float]  # of each part, the largest over its row counts
+    at_once: bool = False  # one forward drafts all tokens
 
     def plain(self) -> float:
         """Seconds of a step of plain decoding."""
@@ -57,7 +57,8 @@ class BatchCost:
 
     def step(self, drafts: int) -> float:
         """Seconds of a step with `drafts` drafts."""
-        return self.target[drafts] + self.observe[drafts] + (drafts - 1) * self.draft
+        forwards = 1 if self.at_once else drafts - 1
+        return self.target[drafts] + self.observe[drafts] + forwards * self.draft
 
     def verified_row(self, drafts: int) -> float:
         """A row of a forward that verifies `drafts` drafts, against the row of a plain one."""
@@ -94,8 +95,11 @@ def measure_costs(
     work = _Work(target, served, max(batches), cached)
     parts = {part: run for batch in batches for part, run in work.parts(batch).items()}
     seconds = _in_turns(parts, repeats, random.Random(seed), target.device, notice)
+    at_once = head is not None and head.at_once
     return [
-        _summary(batch, {part: values for part, values in seconds.items() if part[0] == batch})
+        _summary(
+            batch, {part: values for part, values in seconds.items() if part[0] == batch}, at_once
+        )
         for batch in sorted(batches)
     ]
 
@@ -117,7 +121,9 @@ class _Work:
         self.target = target
         self.head = head
         self.cached = cached
-        self.pages = -(-(cached + DRAFTS + 1) // PAGE)
+        self.drafts = 2 if head is None or not head.at_once else min(DRAFTS, head.steps or DRAFTS)
+        room = 0 if head is None else head.ahead + head.room(self.drafts)
+        self.pages = -(-(cached + max(DRAFTS, room) + 1) // PAGE)
         layers = target.layers + (head.cache_layers if head else 0)
         self.cache = PagedKV(
             layers, largest * self.pages, PAGE, dtype=target.dtype, device=target.device
@@ -129,6 +135,7 @@ class _Work:
         token_T = torch.randint(target.vocab_size, (rows,), generator=generator)
         self.state_TD = state_TD.to(target.device, target.dtype)
         self.token_T = token_T.to(target.device)
+        self.carries: dict[int, Carry] = {}
 
     def parts(self, batch: int) -> dict[Part, Callable[[], None]]:
         """The parts of this batch size."""
@@ -140,6 +147,7 @@ class _Work:
             return found
         found |= {(batch, OBSERVE, count): partial(self._observe, batch, count) for count in rows}
         if self.head.steps is None or self.head.steps > 1:
+            self.carries[batch] = self._carry(batch, 1)
             found[batch, DRAFT, 1] = partial(self._draft, batch)
         return found
 
@@ -155,28 +163,54 @@ class _Work:
 
     def _observe(self, batch: int, rows: int) -> None:
         assert self.head is not None
-        plan = self._plan(batch, rows if self.head.ahead else 2)
-        state_TD = self.state_TD[: len(plan.positions)]
-        fused_TD = self.head.fuse(dict.fromkeys(self.names, state_TD))
-        self._choose(self._head_rows(plan, fused_TD, 0)[plan.last_rows()], 0)
+        self._carry(batch, rows)
 
     def _draft(self, batch: int) -> None:
-        self._choose(self._head_rows(self._plan(batch, 1), self.state_TD[:batch], 1), 1)
-
-    def _head_rows(self, plan: BatchPlan, state_TD: Tensor, step: int) -> Tensor:
         assert self.head is not None
-        embedding_TD = self.head.embed(self.target, self.token_T[: len(plan.positions)])
-        context = PagedContext.of(self.cache, plan)
-        return self.head.at(step)(embedding_TD, state_TD, plan.positions, context)
+        newest = [self.cached + self.head.ahead] * batch
+        token_B = self.token_T[:batch]
+        where = Drafting(
+            self.cache,
+            lambda starts, rows, trees: self._planned(batch, starts, rows, trees),
+            newest,
+            token_B.tolist(),
+            lambda part: nullcontext(),
+        )
+        drafts = self.head.drafts(self.target, where, self.carries[batch], self.drafts)
+        following = next(drafts)
+        for _ in range(1, self.drafts):
+            following = drafts.send(token_B)
+            best(following.logits_BU)
 
-    def _choose(self, out_BD: Tensor, step: int) -> None:
+    def _carry(self, batch: int, rows: int) -> Carry:
         assert self.head is not None
-        best(self.head.logits(self.target, out_BD, step))
+        plan = self._plan(batch, rows if self.head.ahead else 2)
+        count = len(plan.positions)
+        states = dict.fromkeys(self.names, self.state_TD[:count])
+        seen = self.head.observe(
+            self.target,
+            self.cache,
+            plan,
+            self.token_T[:count],
+            states,
+            self.drafts,
+            lambda part: nullcontext(),
+        )
+        return seen.carry(plan.last_rows())
 
     def _plan(self, batch: int, rows: int) -> BatchPlan:
         """Made anew for every run, as the engine does for every step."""
+        return self._planned(batch, [self.cached] * batch, [rows] * batch)
+
+    def _planned(
+        self,
+        batch: int,
+        starts: list[int],
+        rows: list[int],
+        trees: list[TreeRows] | None = None,
+    ) -> BatchPlan:
         pages = [list(range(b * self.pages, (b + 1) * self.pages)) for b in range(batch)]
-        return plan_batch(pages, [self.cached] * batch, [rows] * batch, PAGE, self.target.device)
+        return plan_batch(pages, starts, rows, PAGE, self.target.device, trees)
 
 
 def _in_turns(
@@ -205,7 +239,9 @@ def _timed(run: Callable[[], None], device: torch.device) -> float:
     return time.perf_counter() - begin
 
 
-def _summary(batch: int, seconds: Mapping[Part, Sequence[float]]) -> BatchCost:
+def _summary(
+    batch: int, seconds: Mapping[Part, Sequence[float]], at_once: bool = False
+) -> BatchCost:
     """Medians of one batch size, and their noise."""
     medians = {part: float(np.median(values)) for part, values in seconds.items()}
     noise: dict[str, float] = {}
@@ -217,4 +253,5 @@ def _summary(batch: int, seconds: Mapping[Part, Sequence[float]]) -> BatchCost:
         return tuple(medians[part] for part in sorted(medians) if part[:2] == (batch, name))
 
     draft = by_rows(DRAFT)
-    return BatchCost(batch, by_rows(TARGET), by_rows(OBSERVE), draft[0] if draft else 0.0, noise)
+    first = draft[0] if draft else 0.0
+    return BatchCost(batch, by_rows(TARGET), by_rows(OBSERVE), first, noise, at_once)

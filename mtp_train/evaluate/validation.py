@@ -6,27 +6,24 @@ sequence share the pages of the verified rows before them, and each has pages of
     verified rows   0 .. p     page p holds row p (a page holds one row here)
     chain of row p  p+1 ..     pages of its own, in the places that the engine would overwrite
 
-Modules of their own depth read all rows at once, as the engine's do (engine/propose.py).
-
-Shapes: L tokens of one sequence, C chains, N rows that predict a token of the answer, D hidden width, V vocabulary,
-U the head's.
+Shapes: L tokens of one sequence, C chains, S draft steps, D hidden width, V vocabulary, U the head's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-from mtp_train.attention.paged import BatchPlan, PagedContext, PagedKV, plan_batch
+from mtp_train.attention.paged import PagedContext, PagedKV, plan_batch
 from mtp_train.batches.align import answer_rows, next_tokens
-from mtp_train.heads.base import DraftHead
+from mtp_train.heads.base import DraftHead, Drafting
 from mtp_train.models.target import Target
 from mtp_train.text.sources import Answer
 
 CHAINS = 64  # that draft at once: their cached rows are gathered for each of them
-ROWS = 512  # whose logits are held at once
 FIGURES = ("kl", "alpha", "agree")
 
 
@@ -50,24 +47,30 @@ def answer_sums(target: Target, head: DraftHead, answer: Answer, depths: int) ->
     """
     token_L = torch.tensor(answer.prompt_ids + answer.output_ids, device=target.device)
     prompt, rows = len(answer.prompt_ids), len(token_L)
-    chains = _Chains(target, head, token_L, prompt, depths)
-    outs = list(chains.outputs())
-    sums = torch.zeros(depths, 4, dtype=torch.float64, device=target.device)
-    agree_SL = torch.zeros(depths, rows, dtype=torch.bool, device=target.device)
-    valid_SL = torch.zeros_like(agree_SL)
+    chains = _Chains(target, head, token_L, depths)
     goals, _ = answer_rows(prompt, rows, head.ahead)
-    for begin in range(goals.start, goals.stop, ROWS):
-        part = slice(begin, min(begin + ROWS, goals.stop))
-        p_NV = torch.softmax(target.logits(chains.state_LD[part]).float(), dim=-1)
-        for step, out_LD in enumerate(outs):
-            first, source = _sources(prompt, rows, head.ahead + step, part)
-            log_q = torch.log_softmax(head.logits(target, out_LD[source], step).float(), dim=-1)
-            values = _compare(p_NV[first:], log_q, head.vocabulary)
+    sums = torch.zeros(depths, 4, dtype=torch.float64, device=target.device)
+    prefix_S = torch.zeros(depths, dtype=torch.float64, device=target.device)
+    whole = 0.0
+    first, last = max(goals.start - head.ahead - depths + 1, 0), goals.stop - head.ahead
+    for begin in range(first, last, CHAINS):
+        start_C = torch.arange(begin, min(begin + CHAINS, last), device=target.device)
+        goal_SC = torch.stack([start_C + head.ahead + step for step in range(depths)])
+        valid_SC = (goal_SC >= goals.start) & (goal_SC < goals.stop)
+        near = chains.state_LD[begin + head.ahead : begin + head.ahead + CHAINS + depths - 1]
+        p_NV = torch.softmax(target.logits(near).float(), dim=-1)
+        hit_SC = torch.zeros_like(valid_SC)
+        for step, logits_CU in enumerate(chains.logits(start_C)):
+            chosen_C = valid_SC[step]
+            log_q = torch.log_softmax(logits_CU[chosen_C].float(), dim=-1)
+            p_CV = p_NV[goal_SC[step, chosen_C] - begin - head.ahead]
+            values = _compare(p_CV, log_q, head.vocabulary)
             sums[step] += torch.cat([values, torch.ones_like(values[:1])]).double().sum(1)
-            agree_SL[step, source], valid_SL[step, source] = values[2].bool(), True
-    whole_L = valid_SL.all(0)
-    prefix_S = (agree_SL.long().cumprod(0).bool() & whole_L).sum(1)
-    return [*sums.flatten().tolist(), *map(float, prefix_S.tolist()), float(whole_L.sum())]
+            hit_SC[step, chosen_C] = values[2].bool()
+        whole_C = valid_SC.all(0)
+        prefix_S += (hit_SC.long().cumprod(0).bool() & whole_C).sum(1)
+        whole += float(whole_C.sum())
+    return [*sums.flatten().tolist(), *prefix_S.tolist(), whole]
 
 
 def summary(sums: Sequence[Sequence[float]], depths: int) -> dict[str, float]:
@@ -90,78 +93,51 @@ class _Chains:
         state_LD: what the target's lm_head reads.
     """
 
-    def __init__(
-        self, target: Target, head: DraftHead, token_L: Tensor, prompt: int, depths: int
-    ) -> None:
+    def __init__(self, target: Target, head: DraftHead, token_L: Tensor, depths: int) -> None:
         self.target, self.head, self.depths = target, head, depths
         self.token_L = token_L
-        self.rows = len(token_L)
-        self.first = max(prompt - 1 - head.ahead - depths + 1, 0)  # row of the first chain
-        self.lag = min(head.depths, depths) - 1
-        pages = self.rows + CHAINS * (depths - 1)
+        rows = len(token_L)
+        self.own = head.room(depths) + head.ahead  # rows that a chain may write
         layers = target.layers + head.cache_layers
+        pages = rows + CHAINS * self.own
         self.cache = PagedKV(layers, pages, 1, dtype=target.dtype, device=target.device)
-        plan = plan_batch([range(self.rows)], [0], [self.rows], 1, target.device)
+        plan = plan_batch([range(rows)], [0], [rows], 1, target.device)
         wanted = tuple(dict.fromkeys((target.state, *head.states)))
-        context = PagedContext.of(self.cache, plan)
-        self.plan = plan
-        self.states = target.capture(token_L, plan.positions, context, wanted)
-        self.state_LD = self.states[target.state]
+        states = target.capture(token_L, plan.positions, PagedContext.of(self.cache, plan), wanted)
+        self.state_LD = states[target.state]
+        next_L = next_tokens(token_L, plan.last_rows(), token_L[-1:], head.ahead)
+        self.seen = head.observe(target, self.cache, plan, next_L, states, depths, _untimed)
+        self.seen.settle()
 
-    def outputs(self) -> Iterator[Tensor]:
-        """The head's outputs of draft steps 0, 1, ... [L, D], in the places of the rows where their chains start; rows
-        that start no chain hold nothing.
-        """
-        out_LD = self.head.fuse(self.states)
-        for step in range(self.lag + 1):
-            out_LD = self._run(step, self._tokens(step), out_LD, self.plan)
-            yield out_LD
-        later = [
-            self._drafted(list(range(begin, min(begin + CHAINS, self.rows))), out_LD)
-            for begin in range(self.first, self.rows, CHAINS)
+    def logits(self, start_C: Tensor) -> Iterator[Tensor]:
+        """Logits [C, U] of draft steps 0, 1, ... of the chains that start at these rows."""
+        starts, rows = start_C.tolist(), len(self.token_L)
+        pages = [
+            [*range(row + 1), *range(rows + index * self.own, rows + (index + 1) * self.own)]
+            for index, row in enumerate(starts)
         ]
-        for outs in zip(*later, strict=True):
-            whole_LD = torch.zeros_like(out_LD)
-            whole_LD[self.first :] = torch.cat(outs)
-            yield whole_LD
-
-    def _drafted(self, chain_C: list[int], out_LD: Tensor) -> list[Tensor]:
-        """Outputs [C, D] of these chains at the steps after the last module's first."""
-        state_CD = out_LD[chain_C]
-        found = []
-        drafted = self.depths - 1 - self.lag
-        pages = []
-        for index, row in enumerate(chain_C):
-            own = self.rows + index * drafted
-            pages.append([*range(row + 1), *range(own, own + drafted)])
-        for step in range(self.lag + 1, self.depths):
-            starts = [row + step - self.lag for row in chain_C]
-            plan = plan_batch(pages, starts, [1] * len(chain_C), 1, self.token_L.device)
-            token_C = self._tokens(step)[chain_C]
-            state_CD = self._run(step, token_C, state_CD, plan)
-            found.append(state_CD)
-        return found
-
-    def _run(self, step: int, token_T: Tensor, state_TD: Tensor, plan: BatchPlan) -> Tensor:
-        context = PagedContext.of(self.cache, plan)
-        embedding_TD = self.head.embed(self.target, token_T)
-        position_T = plan.positions + min(step, self.lag)
-        return self.head.at(step)(embedding_TD, state_TD, position_T, context)
-
-    def _tokens(self, step: int) -> Tensor:
-        """Token x[p+ahead+step] of each row p [L]; rows without one get some other token and predict nothing."""
-        token_L = self.token_L
-        for _ in range(self.head.ahead + step):
-            token_L = next_tokens(token_L, self.plan.last_rows(), token_L[-1:])
-        return token_L
+        newest = [row + self.head.ahead for row in starts]
+        where = Drafting(
+            self.cache,
+            lambda first, count, trees: plan_batch(
+                pages, first, count, 1, self.token_L.device, trees
+            ),
+            newest,
+            self.token_L[newest].tolist(),
+            _untimed,
+        )
+        carry = self.seen.chains(start_C)
+        drafts = self.head.drafts(self.target, where, carry, self.depths)
+        following = next(drafts)
+        for step in range(1, self.depths):
+            yield following.logits_BU
+            place = [min(row + step, rows - 1) for row in newest]  # past the end: predicts nothing
+            following = drafts.send(self.token_L[place])
+        yield following.logits_BU
 
 
-def _sources(prompt: int, rows: int, ahead: int, part: slice) -> tuple[int, slice]:
-    """How many of the goals `part` have no row that predicts them from `ahead` before, and the others' rows."""
-    goals, sources = answer_rows(prompt, rows, ahead)
-    begin = min(max(part.start, goals.start), part.stop)
-    shift = sources.start - goals.start
-    return begin - part.start, slice(begin + shift, part.stop + shift)
+def _untimed(part: str) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def _compare(p_NV: Tensor, log_q_NU: Tensor, vocabulary_U: Tensor | None) -> Tensor:

@@ -5,17 +5,16 @@ Shapes: T rows, D hidden width, V vocabulary, S draft steps.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mtp_train.attention.packed import RolloutContext
-from mtp_train.batches.align import Rollout, rollout
 from mtp_train.core.errors import UserError
 from mtp_train.export.layout import Chain, Layout
-from mtp_train.heads.base import DraftHead
+from mtp_train.heads.base import DraftHead, Unrolled
 from mtp_train.heads.families import make_head
 from mtp_train.models.target import Target
 
@@ -86,16 +85,16 @@ def _as_served(
     """Differences over the largest logit, by position and step, at one row whose chain has all steps."""
     found = {}
     for position in SERVED_POSITIONS:
-        aligned, states = _inputs(head, target, position)
-        steps = len(aligned.token_ST)
+        steps = head.steps or STEPS
         last = ROWS - 1 - steps
+        states = _states(head, target)
         shown = {name: value[: last + 1].float().cpu() for name, value in states.items()}
         chain = Chain(_text(target), shown, position, steps, target)
         theirs = layout.served(tensors, config, chain)
-        for step, (out, served_V) in enumerate(
-            zip(_outputs(head, target, aligned, states, torch.float32), theirs, strict=True)
-        ):
-            mine_V = _whole(head, chain, out[last : last + 1].cpu(), step)
+        start_N = torch.tensor([last], device=target.device)
+        unrolled = _unrolled(head, target, position, torch.float32, start_N)
+        for step, served_V in zip(range(steps), theirs, strict=True):
+            mine_V = _whole(head, chain, unrolled, step)
             name = f"position {position}, draft step {step + 1}"
             found[name] = _difference(mine_V, served_V)
     return found
@@ -110,14 +109,18 @@ def _difference(mine_V: Tensor, theirs_V: Tensor) -> float:
     return float((mine - theirs).abs().max() / mine.abs().max())
 
 
-def _whole(head: DraftHead, chain: Chain, out_ND: Tensor, step: int) -> Tensor:
-    """A head's logits [V] of one output over the target's vocabulary, in float32 on the CPU."""
-    read_ND = head.readout(out_ND.to(next(head.parameters()).device), step).float().cpu()
+def _whole(head: DraftHead, chain: Chain, unrolled: Unrolled, step: int) -> Tensor:
+    """A head's logits [V] of the only chain over the target's vocabulary, in float32 on the CPU."""
+    read_NE = unrolled.read_SNE[step].float().cpu()
     own = head.own_output()
     if own is None:
-        return chain.lm_head(read_ND)[0]
-    matrix = (own if own.ndim == 2 else own[step]).float().cpu()
-    logits_U = (read_ND @ matrix.T)[0]
+        logits_U = chain.lm_head(read_NE)[0]
+    else:
+        matrix = (own if own.ndim == 2 else own[step]).float().cpu()
+        logits_U = (read_NE @ matrix.T)[0]
+    if unrolled.bias is not None:
+        read_SNR, matrix_VR = unrolled.bias
+        logits_U = logits_U + (read_SNR[step].float().cpu() @ matrix_VR.float().cpu().T)[0]
     if head.vocabulary is None:
         return logits_U
     whole_V = torch.full((chain.target.vocab_size,), float("-inf"))
@@ -127,42 +130,50 @@ def _whole(head: DraftHead, chain: Chain, out_ND: Tensor, step: int) -> Tensor:
 
 @torch.inference_mode()
 def _logits(head: DraftHead, target: Target, position: int) -> list[Tensor]:
-    """Logits of the draft steps of a chain over fixed rows that begin at `position` [rows, U] each."""
-    aligned, states = _inputs(head, target, position)
-    outs = _outputs(head, target, aligned, states, target.dtype)
-    return [head.logits(target, out, step).float() for step, out in enumerate(outs)]
+    """Logits of the draft steps of chains over fixed rows that begin at `position` [chains, U] each."""
+    steps = head.steps or STEPS
+    start_N = torch.arange(ROWS - steps, device=target.device)
+    found = _unrolled(head, target, position, target.dtype, start_N)
+    logits = [head.project(target, read_NE, step) for step, read_NE in enumerate(found.read_SNE)]
+    if found.bias is not None:
+        low_rank = zip(logits, found.bias[0], strict=True)
+        logits = [one + read_NR @ found.bias[1].T for one, read_NR in low_rank]
+    said = [] if found.confidence_SN is None else [found.confidence_SN.float()]
+    return [*(one.float() for one in logits), *said]
 
 
-def _outputs(
-    head: DraftHead, target: Target, aligned: Rollout, states: dict[str, Tensor], dtype: torch.dtype
-) -> list[Tensor]:
-    """The head's outputs [T, D] at every step."""
-    context = RolloutContext([0, ROWS])
-    state_TD = head.fuse({name: value.to(dtype) for name, value in states.items()})
-    outs = []
-    for step, (token_T, position_T) in enumerate(
-        zip(aligned.token_ST, aligned.position_ST, strict=True)
-    ):
-        embedding_TD = head.embed(target, token_T).to(dtype)
-        state_TD = head.at(step)(embedding_TD, state_TD, position_T, context)
-        outs.append(state_TD)
-    return outs
-
-
-def _inputs(head: DraftHead, target: Target, position: int) -> tuple[Rollout, dict[str, Tensor]]:
-    """A fixed text whose first row stands at `position`, aligned, and states for it, in the target's dtype."""
+def _unrolled(
+    head: DraftHead, target: Target, position: int, dtype: torch.dtype, start_N: Tensor
+) -> Unrolled:
+    """Chains over a fixed text whose first row stands at `position`, and states for it."""
     token_T = _text(target).to(target.device)
     steps = head.steps or STEPS
-    aligned = rollout(token_T, torch.ones_like(token_T), [0, ROWS], steps, head.ahead)
-    aligned.position_ST.add_(position)
+    aligned = head.align(token_T, torch.ones_like(token_T), [0, ROWS], steps, start_N=start_N)
+    states = {name: value.to(dtype) for name, value in _states(head, target).items()}
+    embeddings: Any = _Embeddings(target, dtype)
+    return head.unroll(embeddings, aligned.moved(position), states)
+
+
+@dataclass(frozen=True)
+class _Embeddings:
+    """A target in another dtype, of which a rollout takes embeddings alone."""
+
+    target: Target
+    dtype: torch.dtype
+
+    def embed(self, token_T: Tensor) -> Tensor:
+        return self.target.embed(token_T).to(self.dtype)
+
+
+def _states(head: DraftHead, target: Target) -> dict[str, Tensor]:
+    """States of the text, in the target's dtype."""
     generator = torch.Generator().manual_seed(1)
-    states = {
+    return {
         name: torch.randn(ROWS, target.hidden_size, generator=generator).to(
             target.device, target.dtype
         )
         for name in head.states
     }
-    return aligned, states
 
 
 def _text(target: Target) -> Tensor:

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from mtp_train.attention.interface import AttentionContext
 from mtp_train.core.errors import UserError
-from mtp_train.heads.base import DraftHead
 from mtp_train.heads.block import Rotary
+from mtp_train.heads.chain import ChainHead
 from mtp_train.models.quantised import packed_matrices
 from mtp_train.models.sizes import folder_config
 from mtp_train.models.target import Target, config_of, config_values, require_same_tokens
@@ -47,7 +47,7 @@ class DraftModelConfig:
     source: str = ""
 
 
-class DraftModelHead(DraftHead):
+class DraftModelHead(ChainHead):
     """One draft model. Build it with `build`; its parameters start in float32.
 
     Vocabularies may be padded to different sizes: rows past the target's are not read, and a smaller one drafts what

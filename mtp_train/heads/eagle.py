@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from mtp_train.attention.interface import AttentionContext
-from mtp_train.heads.base import DraftHead, Projection
+from mtp_train.heads.base import Projection
 from mtp_train.heads.block import (
     Rotary,
     make_block,
@@ -32,6 +32,7 @@ from mtp_train.heads.block import (
     run_block,
     start_linears,
 )
+from mtp_train.heads.chain import ChainHead
 from mtp_train.heads.start import (
     FITTED,
     INITS,
@@ -70,7 +71,7 @@ class EagleConfig:
         require_layer(self.layer, self.block, self.init)
 
 
-class EagleHead(DraftHead):
+class EagleHead(ChainHead):
     """One draft head. Build it with `build`; its parameters start in float32."""
 
     family = "eagle"

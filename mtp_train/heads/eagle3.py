@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from mtp_train.attention.interface import AttentionContext
 from mtp_train.core.errors import UserError
-from mtp_train.heads.base import DraftHead
 from mtp_train.heads.block import (
     Rotary,
     float_state,
@@ -41,6 +40,7 @@ from mtp_train.heads.block import (
     set_gain,
     start_linears,
 )
+from mtp_train.heads.chain import ChainHead
 from mtp_train.heads.start import (
     begin_as_identity,
     has_post_norms,
@@ -102,7 +102,7 @@ class Eagle3Config:
             raise UserError(rule, self.draft_vocabulary, "use 0 for the whole vocabulary")
 
 
-class Eagle3Head(DraftHead):
+class Eagle3Head(ChainHead):
     """One draft head. Build it with `build`; its parameters start in float32.
 
     Args:

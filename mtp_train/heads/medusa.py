@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from mtp_train.attention.interface import AttentionContext
 from mtp_train.core.errors import UserError
-from mtp_train.heads.base import DraftHead
+from mtp_train.heads.chain import ChainHead
 from mtp_train.models.target import Target
 
 
@@ -49,7 +49,7 @@ class MedusaConfig:
                 raise UserError(f"head.{name} must be 1 or more", getattr(self, name), "raise it")
 
 
-class MedusaHead(DraftHead):
+class MedusaHead(ChainHead):
     """One draft head. Build it with `build`; its parameters start in float32."""
 
     family = "medusa"

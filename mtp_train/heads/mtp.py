@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from mtp_train.attention.interface import AttentionContext
 from mtp_train.core.errors import UserError
-from mtp_train.heads.base import DraftHead, Projection
+from mtp_train.heads.base import Projection
 from mtp_train.heads.block import (
     Rotary,
     make_block,
@@ -41,6 +41,7 @@ from mtp_train.heads.block import (
     run_block,
     start_linears,
 )
+from mtp_train.heads.chain import ChainHead
 from mtp_train.heads.native import begin_as_native
 from mtp_train.heads.start import FITTED, INITS, begin_as_last_layer, require_init
 from mtp_train.models.target import Target
@@ -78,7 +79,7 @@ class MtpConfig:
             raise UserError("head.modules must be 1 or more", self.modules, "raise it")
 
 
-class MtpHead(DraftHead):
+class MtpHead(ChainHead):
     """One draft head. Build it with `build`; its parameters start in float32.
 
     The head is its first module; `later` holds the others, a head of one module each.
@@ -111,6 +112,18 @@ class MtpHead(DraftHead):
     def in_order(self) -> list[MtpHead]:
         """The modules, that of depth 0 first."""
         return [self, *self.later]
+
+    def extended(self, target: Target, config: Any) -> MtpHead:
+        """A head of as many modules, each a copy of its only one."""
+        modules = getattr(config, "modules", 1)
+        if not self.depths == 1 < modules:
+            return self
+        deeper = MtpHead(target, replace(self.config, modules=modules)).to(target.device)
+        one = self.state_dict()
+        deeper.load_state_dict(one, strict=False)
+        for module in deeper.later:
+            module.load_state_dict(one)
+        return deeper
 
     def decoder_blocks(self) -> list[nn.Module]:
         return [module.block for module in self.in_order()]
@@ -155,13 +168,3 @@ def build(target: Target, config: MtpConfig, seed: int = 0) -> MtpHead:
         if config.init == "native":
             begin_as_native(target, head.in_order())
     return head.to(target.device)
-
-
-def deepen(target: Target, head: MtpHead, modules: int) -> MtpHead:
-    """A head of `modules` modules, each a copy of the only one of `head`."""
-    deeper = MtpHead(target, replace(head.config, modules=modules)).to(target.device)
-    one = head.state_dict()
-    deeper.load_state_dict(one, strict=False)
-    for module in deeper.later:
-        module.load_state_dict(one)
-    return deeper

@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import saved_tensors_hooks
 
-from mtp_train.attention.packed import RolloutContext
-from mtp_train.heads.base import DraftHead
+from mtp_train.heads.base import DraftHead, Unrolled
 from mtp_train.losses.chunked import CHUNK
 from mtp_train.models.partial import resident_bytes
 from mtp_train.models.target import Target
@@ -81,7 +80,7 @@ def train_flops(target: Target, head: DraftHead, config: TrainConfig) -> int:
     if own is not None:
         outside.add(id(own if own._base is None else own._base))
     inside = [p for p in head.parameters() if p.ndim > 1 and id(p) not in outside]
-    parts = head.steps or head.depths  # that serve a step each
+    parts = head.parts  # that serve a step each
     block = sum(p.numel() for p in inside) // parts
     vocabulary = _loss_vocabulary(target, head, config)
     backward = 1 if own is None else 2  # by the states, and by a matrix that is trained
@@ -122,7 +121,7 @@ def kept_for_backward(
 ) -> tuple[int, int]:
     """Bytes that a rollout keeps whatever its rows, and per row."""
     fake = copy.deepcopy(head)
-    with FakeTensorMode():
+    with FakeTensorMode(allow_non_fake_inputs=True):
         _make_fake(fake)
         few, many = (_kept(fake, target, rows, steps, autocast) for rows in PROBE)
     per_row = (many - few) // (PROBE[1] - PROBE[0])
@@ -142,25 +141,22 @@ def _kept(head: DraftHead, target: Target, rows: int, steps: int, autocast: bool
 
     context = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
     with saved_tensors_hooks(keep, lambda tensor: tensor), context:
-        outs = _roll_out(head, target, rows, steps)
-    assert len(outs) == steps, (
+        found = _roll_out(head, target, rows, steps)
+    assert len(found.read_SNE) == steps, (
         "alive until here: a freed storage's place would be counted once for two"
     )
     return sum(seen.values())
 
 
-def _roll_out(head: DraftHead, target: Target, rows: int, steps: int) -> list[Tensor]:
-    """The head's forward as `train.step` has it; everything that it keeps hangs on the outputs."""
+def _roll_out(head: DraftHead, target: Target, rows: int, steps: int) -> Unrolled:
+    """The head's rollout over one document; everything that it keeps hangs on what it gives."""
     wide, dtype = target.hidden_size, target.dtype
-    state_TD = head.fuse({name: torch.empty(rows, wide, dtype=dtype) for name in head.states})
-    position_T, context = torch.arange(rows), RolloutContext([0, rows])
+    states = {name: torch.empty(rows, wide, dtype=dtype) for name in head.states}
+    with unset_fake_temporarily():  # rows are counted
+        token_T = torch.ones(rows, dtype=torch.int64)
+        aligned = head.align(token_T, token_T, [0, rows], steps, start_N=torch.arange(rows))
     embedding: Any = _Embedding(wide, dtype)
-    outs = []
-    for step in range(steps):
-        embedding_TD = head.embed(embedding, torch.zeros(rows, dtype=torch.int64))
-        state_TD = head.at(step)(embedding_TD, state_TD, position_T + step, context)
-        outs.append(head.readout(state_TD, step))
-    return outs
+    return head.unroll(embedding, aligned, states)
 
 
 @dataclass(frozen=True)

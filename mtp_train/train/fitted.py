@@ -55,7 +55,7 @@ def _rows(
             every = pack.loss_mask_T.new_ones(len(pack.token_T))
             aligned = rollout(pack.token_T, every, pack.offsets, 1, head.ahead)
             inner = aligned.valid_SN[0] & (aligned.position_ST[0][aligned.source_SN[0]] > 0)
-            source_N, goal_N = aligned.source_SN[0][inner], aligned.goal_N[inner]
+            source_N, goal_N = aligned.source_SN[0][inner], aligned.goal[inner]
             state_TD = pack.states[target.state]
             embedding_ND = head.embed(target, aligned.token_ST[0][source_N])
             yield embedding_ND, head.fuse(pack.states)[source_N], state_TD[goal_N]

@@ -45,7 +45,7 @@ from mtp_train.train.optim import learning_rate
 from mtp_train.train.order import Order, Position, Window, sequence_costs
 from mtp_train.train.parallel import make_strategy
 from mtp_train.train.state import Progress, load_state, save_state
-from mtp_train.train.step import RolloutModule
+from mtp_train.train.step import RolloutModule, chain_seed
 
 CURVES = "curves.jsonl"
 
@@ -213,7 +213,10 @@ class _Trainer:
             noise = (pack, config.feature_noise, config.seed, self.step)
             inputs = noisy_states(*noise) if config.feature_noise else None
             scale, last = weight / max(window.goals, 1), number == len(window.packs)
-            loss = self.strategy.accumulate(scale, last, pack, config.rollout_steps, inputs=inputs)
+            seed = chain_seed(config.seed, self.step, indices[0])
+            loss = self.strategy.accumulate(
+                scale, last, pack, config.rollout_steps, inputs=inputs, seed=seed
+            )
             losses.append(loss)
             total += scale * loss
         value = float(self.accelerator.reduce(total, "sum"))

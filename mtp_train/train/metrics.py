@@ -75,7 +75,7 @@ def joint_prefix(loss: PackLoss) -> tuple[Tensor, float]:
     A chain counts where every one of its steps has a trained goal.
     """
     source, valid = loss.rollout.source_SN, loss.rollout.valid_SN
-    steps, rows = valid.shape[0], loss.rollout.token_ST.shape[1]
+    steps, rows = valid.shape[0], loss.rollout.offsets[-1]
     hit = torch.zeros(steps, rows, dtype=torch.bool, device=valid.device)
     present = torch.zeros_like(hit)
     for step in range(steps):

@@ -1,7 +1,7 @@
 """One micro-batch: roll the head out over a pack and hold every draft step against the target.
 
-The same module trains and validates, and its forward is the engine's chain: own output states fed back, positions
-and tokens by `batches.align`, attention by the rollout context.
+The same module trains and validates, and what it runs is the head's own rollout, whose forward the engine runs too.
+Knows no family.
 
 Shapes: T rows, N goals, S draft steps, D hidden width.
 """
@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from mtp_train.attention.packed import RolloutContext
-from mtp_train.batches.align import Rollout, rollout
+from mtp_train.batches.align import Aligned
 from mtp_train.batches.pack import Pack
 from mtp_train.heads.base import DraftHead
 from mtp_train.losses.chunked import LossValues, label_rows
@@ -32,7 +31,7 @@ class PackLoss:
     """
 
     values: LossValues
-    rollout: Rollout
+    rollout: Aligned
 
 
 class RolloutModule(nn.Module):
@@ -65,29 +64,22 @@ class RolloutModule(nn.Module):
         steps: int,
         measure: bool = False,
         inputs: dict[str, Tensor] | None = None,
+        seed: int = 0,
     ) -> PackLoss:
         """Roll out over `pack`; `measure` is for validation: alpha too, always over the whole vocabulary.
 
         inputs: what the head is fed in place of the pack's states (with noise); the target's part is the pack's.
+        seed: which chains are trained, of a head that trains some of them at a time.
 
         The kl of a head with a draft vocabulary is over that part, p renormalised: over the whole it is infinite.
         """
         target = self._target[0]
-        aligned = rollout(pack.token_T, pack.loss_mask_T, pack.offsets, steps, self.head.ahead)
-        outs = head_states(
-            self.head,
-            target,
-            self.head.fuse(pack.states if inputs is None else inputs),
-            aligned,
-            RolloutContext(pack.offsets),
+        aligned = self.head.align(
+            pack.token_T, pack.loss_mask_T, pack.offsets, steps, seed=None if measure else seed
         )
-        student = torch.stack(
-            [
-                self.head.readout(out_TD.index_select(0, source_N), step)
-                for step, (out_TD, source_N) in enumerate(zip(outs, aligned.source_SN, strict=True))
-            ]
-        ).float()
-        teacher = pack.states[target.state][aligned.goal_N]
+        found = self.head.unroll(target, aligned, pack.states if inputs is None else inputs)
+        student = found.read_SNE.float()
+        teacher = pack.states[target.state][aligned.goal]
         part = None if measure and self.head.vocabulary is None else self._vocabulary
         own = self._own_output(part, steps)
         values = weighted_loss(
@@ -96,7 +88,7 @@ class RolloutModule(nn.Module):
             teacher,
             self._whole if part is None else self._part,
             weight_SN=self._weights(aligned, pack),
-            label_N=aligned.label_N if part is None else label_rows(aligned.label_N, part),
+            label_N=aligned.label if part is None else label_rows(aligned.label, part),
             student_head=own,
             softcap=target.logit_softcap,
             measure=measure,
@@ -116,25 +108,27 @@ class RolloutModule(nn.Module):
         rows = own if own.ndim == 2 else own[:steps]
         return rows if part is None or self.head.vocabulary is not None else rows[..., part, :]
 
-    def _weights(self, aligned: Rollout, pack: Pack) -> Tensor:
+    def _weights(self, aligned: Aligned, pack: Pack) -> Tensor:
         """Weight of each step and goal [S, N]; 0 where the goal has no row."""
-        step_S = self.loss.step_weight(len(aligned.valid_SN)).to(aligned.goal_N.device)
-        goal_N = goal_weights(aligned.goal_N, pack.offsets, self.loss.mean_over)
-        return aligned.valid_SN * step_S.unsqueeze(1) * goal_N
+        step_S = self.loss.step_weight(len(aligned.valid_SN)).to(aligned.goal.device)
+        if aligned.goal.ndim == 1:
+            return (
+                aligned.valid_SN
+                * step_S.unsqueeze(1)
+                * goal_weights(aligned.goal, pack.offsets, self.loss.mean_over)
+            )
+        chain_N = goal_weights(aligned.source_SN[0], pack.offsets, self.loss.mean_over)
+        if self.loss.mean_over == "tokens":  # the chains stand for all of the pack's goals
+            chain_N = chain_N * (goals_of(pack) / max(len(chain_N), 1))
+        return aligned.valid_SN * step_S.unsqueeze(1) * chain_N
 
 
-def head_states(
-    head: DraftHead, target: Target, state_TD: Tensor, aligned: Rollout, context: RolloutContext
-) -> list[Tensor]:
-    """The head's outputs at every step [T, D], rows indexed by where their chain starts.
+def goals_of(pack: Pack) -> Tensor:
+    """How many rows of a pack utter a trained token."""
+    first = torch.as_tensor(pack.offsets[:-1], device=pack.loss_mask_T.device)
+    return (pack.loss_mask_T > 0).sum() - (pack.loss_mask_T[first] > 0).sum()
 
-    state_TD: what enters the first step, `head.fuse` of the target's states.
-    """
-    outs: list[Tensor] = []
-    for step, (token_T, position_T) in enumerate(
-        zip(aligned.token_ST, aligned.position_ST, strict=True)
-    ):
-        embedding_TD = head.embed(target, token_T)
-        state_TD = head.at(step)(embedding_TD, state_TD, position_T, context)
-        outs.append(state_TD)
-    return outs
+
+def chain_seed(seed: int, step: int, first: int) -> int:
+    """Of the chains that are trained of a pack: of the run, the step and the pack's first sequence alone."""
+    return (seed * 1_000_003 + step) * 1_000_003 + int(first)
