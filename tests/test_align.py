@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +20,10 @@ from mtp_train.batches.align import (
     verified_tokens,
 )
 from mtp_train.batches.pack import Pack
+from mtp_train.heads.chain import ChainHead
 from mtp_train.heads.mtp import MtpConfig, build
 from mtp_train.models.target import Target
-from mtp_train.train.step import PackLoss, RolloutModule, head_states
+from mtp_train.train.step import PackLoss, RolloutModule
 
 WIDTH = 4
 OWN = 100  # what the scripted head adds to its input state, once per step
@@ -56,6 +58,9 @@ class ScriptedHead:
     def embed(self, target: Target, token: Tensor) -> Tensor:
         return target.embed(token)
 
+    def fuse(self, states: dict[str, Tensor]) -> Tensor:
+        return states["post_norm"]
+
 
 def trained(
     tokens: list[int], mask: list[int], offsets: list[int], steps: int, ahead: int = 1
@@ -65,11 +70,12 @@ def trained(
     head = ScriptedHead()
     target: Target = ScriptedTarget()  # type: ignore[assignment]
     states = index_states(len(tokens), WIDTH)
-    head_states(head, target, states, aligned, RolloutContext(offsets))  # type: ignore[arg-type]
+    outputs: Any = ChainHead.outputs  # of what has its parts
+    outputs(head, target, aligned, {"post_norm": states})
     triples = []
     for step, (token, state, _) in enumerate(head.calls):
         rows = aligned.source_SN[step].tolist()
-        chosen = zip(rows, aligned.label_N.tolist(), aligned.valid_SN[step].tolist(), strict=True)
+        chosen = zip(rows, aligned.label.tolist(), aligned.valid_SN[step].tolist(), strict=True)
         triples.append([(token[row], state[row], label) for row, label, valid in chosen if valid])
     return triples
 
@@ -99,7 +105,7 @@ def test_a_model_without_a_state_reads_each_token_at_its_own_position() -> None:
     aligned = rollout(torch.tensor(tokens), torch.tensor(mask), offsets, 2, ahead=0)
     assert aligned.token_ST.tolist() == [[20, 21, 10, 11, 12], [21, 0, 11, 12, 0]]
     assert aligned.position_ST.tolist() == [[0, 1, 0, 1, 2], [1, 2, 1, 2, 3]]
-    assert aligned.source_SN[0].tolist() == aligned.goal_N.tolist() == [0, 2, 3]
+    assert aligned.source_SN[0].tolist() == aligned.goal.tolist() == [0, 2, 3]
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -127,7 +133,7 @@ def test_no_goal_crosses_into_the_next_document() -> None:
     """The first token of a document is nobody's to predict, even when its mask says 1."""
     tokens, mask = [20, 21, 10, 11, 12], [1, 1, 1, 1, 1]
     aligned = rollout(torch.tensor(tokens), torch.tensor(mask), [0, 2, 5], 2)
-    assert aligned.label_N.tolist() == [21, 11, 12]
+    assert aligned.label.tolist() == [21, 11, 12]
     assert trained(tokens, mask, [0, 2, 5], 2) == [[(11, 2, 12)], []]
     assert aligned.token_ST[0].tolist() == [21, 0, 11, 12, 0], (
         "rows past a document's end hold token 0"
@@ -146,14 +152,14 @@ def test_only_masked_tokens_are_goals_and_several_replies_count() -> None:
 @pytest.mark.parametrize("mask", [[0] * 6, [1] + [0] * 5])
 def test_a_document_without_a_goal_gives_none(mask: list[int]) -> None:
     aligned = rollout(torch.arange(6), torch.tensor(mask), [0, 6], 3)
-    assert aligned.goal_N.shape == (0,)
+    assert aligned.goal.shape == (0,)
     assert aligned.source_SN.shape == (3, 0)
     assert aligned.valid_SN.shape == (3, 0)
 
 
 def test_documents_of_one_and_two_tokens() -> None:
     aligned = rollout(torch.tensor([5, 6, 7]), torch.tensor([1, 1, 1]), [0, 1, 3], 3)
-    assert aligned.label_N.tolist() == [7]
+    assert aligned.label.tolist() == [7]
     assert not aligned.valid_SN.any(), "two tokens leave no row before the goal's own"
 
 
@@ -176,7 +182,7 @@ def make_pack(seed: int, first_seed: int) -> Pack:
 
 def per_document(loss: PackLoss, boundary: int) -> tuple[Tensor, Tensor]:
     """The KL of each document's terms, all steps in a row; goals without a row of their own document have none."""
-    first, valid = loss.rollout.goal_N < boundary, loss.rollout.valid_SN
+    first, valid = loss.rollout.goal < boundary, loss.rollout.valid_SN
     kl = loss.values.terms["kl"]
     return kl[valid & first], kl[valid & ~first]
 
@@ -276,7 +282,7 @@ def test_answer_rows_are_the_rollouts_goals_and_sources(
     goals, sources = answer_rows(prompt, length, ahead)
     valid = aligned.valid_SN[0]
     rows = torch.arange(length)
-    assert rows[goals].tolist() == aligned.goal_N[valid].tolist()
+    assert rows[goals].tolist() == aligned.goal[valid].tolist()
     assert rows[sources].tolist() == aligned.source_SN[0][valid].tolist()
 
 

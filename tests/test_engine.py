@@ -11,7 +11,7 @@ from mtp_train.core.errors import UserError
 from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.engine import Engine, EngineConfig
 from mtp_train.engine.pages import PageAllocator
-from mtp_train.engine.propose import Draft, Drafting, NoProposer
+from mtp_train.engine.propose import Draft, NoProposer, Proposing
 from mtp_train.engine.sampling import Sampling
 from mtp_train.engine.sequences import Completion, Request
 from mtp_train.evaluate.lossless import compare
@@ -37,7 +37,7 @@ class ScriptedProposer(NoProposer):
         self.drafts = self.depth = self.room = drafts
         self.texts, self.wrong = [(*prompt, *output) for prompt, output in outputs.items()], wrong
 
-    def propose(self, step: Drafting) -> Draft:  # type: ignore[override]
+    def propose(self, step: Proposing) -> Draft:  # type: ignore[override]
         return Draft(torch.tensor([self.known(tuple(tokens)) for tokens in step.tokens]))
 
     def known(self, tokens: tuple[int, ...]) -> list[int]:

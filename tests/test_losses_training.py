@@ -156,7 +156,7 @@ def test_the_training_loss_is_its_terms_weighted(toy_target: Target, pack: Pack)
     weight = config.step_weight(3)
     total = 0.0
     for step in range(3):
-        for goal in range(len(result.rollout.goal_N)):
+        for goal in range(len(result.rollout.goal)):
             if result.rollout.valid_SN[step, goal]:
                 kl, state = (
                     float(result.values.terms[name][step, goal]) for name in ("kl", "smooth_l1")
@@ -173,8 +173,8 @@ def test_hard_labels_are_the_goals_own_tokens(toy_target: Target, pack: Pack) ->
     )
     with torch.no_grad():
         result = module(pack, 2)
-    label = pack.token_T[result.rollout.goal_N + 1]
-    assert torch.equal(result.rollout.label_N, label)
+    label = pack.token_T[result.rollout.goal + 1]
+    assert torch.equal(result.rollout.label, label)
     part = torch.cat([label.unique()[1:], torch.tensor([VOCABULARY - 1])]).unique()
     some = RolloutModule(module.head, toy_target, part, LossConfig({"hard_ce": 1.0}))
     with torch.no_grad():
@@ -205,7 +205,7 @@ def test_a_part_of_the_vocabulary_is_renormalised_in_training_and_whole_in_valid
     aligned = trained.rollout
     student = torch.stack([out[rows] for out, rows in zip(outs, aligned.source_SN, strict=True)])
     expected = reference.kl(
-        student, pack.states["post_norm"][aligned.goal_N], toy_target.lm_head.weight[part]
+        student, pack.states["post_norm"][aligned.goal], toy_target.lm_head.weight[part]
     )
     valid = aligned.valid_SN
     torch.testing.assert_close(

@@ -10,8 +10,7 @@ import torch
 from head_variants import VARIANTS, make_variant
 from toy_families import CONFIGS, toy
 
-from mtp_train.attention.packed import PackedContext, RolloutContext
-from mtp_train.batches.align import rollout
+from mtp_train.attention.packed import PackedContext
 from mtp_train.batches.pack import Pack
 from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.engine import Engine, EngineConfig
@@ -27,7 +26,7 @@ from mtp_train.losses.terms import LossConfig
 from mtp_train.models.target import Target
 from mtp_train.text.sources import Answer
 from mtp_train.train.metrics import ValidationSums
-from mtp_train.train.step import RolloutModule, head_states
+from mtp_train.train.step import RolloutModule
 
 STEPS = 3
 
@@ -124,21 +123,14 @@ def hold_engine_against_training(
 
     offsets = [0, 40, 63, 94]
     tokens = torch.cat(texts)
-    aligned = rollout(tokens, torch.ones_like(tokens), offsets, STEPS, head.ahead)
-    fused = head.fuse(captured_states(toy_target, texts, head.states))
-    with torch.no_grad():
-        outs = [
-            head.logits(toy_target, out, step)
-            for step, out in enumerate(
-                head_states(head, toy_target, fused, aligned, RolloutContext(offsets))
-            )
-        ]
+    states = captured_states(toy_target, texts, head.states)
+    outs = training_logits(toy_target, head, tokens, offsets, states, STEPS)
     compared = 0
     for call, logits in enumerate(recorded):
         for index in range(len(texts)):
             _, row, step = visited[call * len(texts) + index]
             torch.testing.assert_close(
-                logits[index], outs[step][offsets[index] + row], atol=2e-5, rtol=1e-4
+                logits[index], outs[offsets[index] + row, step], atol=2e-5, rtol=1e-4
             )
             compared += 1
     assert compared >= 3 * STEPS * len(texts)
@@ -187,14 +179,34 @@ def test_training_logits_equal_the_engines_after_rejected_drafts(
     served.generate(
         Request(str(p), tuple(script[:p]), 24, script=tuple(script[p:])) for p in prompts
     )
-    aligned = rollout(text, torch.ones_like(text), [0, 40], drafts, head.ahead)
     states = captured_states(toy_target, [text], head.states)
-    with torch.no_grad():
-        outs = head_states(head, toy_target, head.fuse(states), aligned, RolloutContext([0, 40]))
+    outs = training_logits(toy_target, head, text, [0, 40], states, drafts)
     for row, step, logits in seen:
-        expected = head.logits(toy_target, outs[step][row], step)
-        torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(logits, outs[row, step], atol=2e-5, rtol=1e-4)
     assert len(seen) > 20
+
+
+def training_logits(
+    target: Target,
+    head: DraftHead,
+    tokens: torch.Tensor,
+    offsets: list[int],
+    states: dict[str, torch.Tensor],
+    steps: int,
+) -> dict[tuple[int, int], torch.Tensor]:
+    """Logits of every chain that predicts something, by the row where it starts and the draft step."""
+    aligned = head.align(tokens, torch.ones_like(tokens), offsets, steps)
+    found: dict[tuple[int, int], torch.Tensor] = {}
+    with torch.no_grad():
+        unrolled = head.unroll(target, aligned, states)
+        for step, read_NE in enumerate(unrolled.read_SNE):
+            logits_NU = head.project(target, read_NE, step)
+            if unrolled.bias is not None:
+                logits_NU = logits_NU + unrolled.bias[0][step] @ unrolled.bias[1].T
+            valid_N = aligned.valid_SN[step]
+            rows = aligned.source_SN[step][valid_N].tolist()
+            found |= {(row, step): one for row, one in zip(rows, logits_NU[valid_N], strict=True)}
+    return found
 
 
 def captured_states(
@@ -240,7 +252,6 @@ def test_validation_at_every_depth_for_every_target(
     ]
     whole = engine_validation(toy(name), head, answers, 4)
     monkeypatch.setattr(validation, "CHAINS", 5)
-    monkeypatch.setattr(validation, "ROWS", 3)
     assert engine_validation(toy(name), head, answers, 4) == pytest.approx(whole, rel=1e-5)
     again = trainers_validation(toy(name), head, texts, 4)
     assert whole == pytest.approx(again, rel=1e-3, abs=1e-4)

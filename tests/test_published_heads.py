@@ -22,8 +22,7 @@ from torch import Tensor
 from toy_families import toy
 from toys import make_target
 
-from mtp_train.attention.packed import PackedContext, RolloutContext
-from mtp_train.batches.align import rollout
+from mtp_train.attention.packed import PackedContext
 from mtp_train.core.errors import UserError
 from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.engine import Engine, EngineConfig
@@ -31,7 +30,6 @@ from mtp_train.engine.sequences import Request
 from mtp_train.export.stage import import_head, layout_in
 from mtp_train.heads.base import DraftHead
 from mtp_train.models.target import Target
-from mtp_train.train.step import head_states
 
 D, V, U = 32, 61, 40  # hidden width, vocabulary, draft vocabulary
 ROWS, STEPS = 14, 3
@@ -468,10 +466,11 @@ def drafted(
     head: DraftHead, target: Target, token_T: Tensor, states: dict[str, Tensor]
 ) -> list[Tensor]:
     """The head's logits of the chain of row LAST, by training's forward."""
-    aligned = rollout(token_T, torch.ones_like(token_T), [0, ROWS], STEPS, head.ahead)
+    mask_T, start_N = torch.ones_like(token_T), torch.tensor([LAST])
+    aligned = head.align(token_T, mask_T, [0, ROWS], STEPS, start_N=start_N)
     with torch.no_grad():
-        outs = head_states(head, target, head.fuse(states), aligned, RolloutContext([0, ROWS]))
-        return [head.logits(target, out[LAST : LAST + 1], at)[0] for at, out in enumerate(outs)]
+        read_SNE = head.unroll(target, aligned, states).read_SNE
+        return [head.project(target, read_NE, at)[0] for at, read_NE in enumerate(read_SNE)]
 
 
 @pytest.mark.parametrize("name", FOLDERS)

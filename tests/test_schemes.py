@@ -15,7 +15,7 @@ from mtp_train.engine.branch import TreeConfig, TreeProposer
 from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.engine import Engine, EngineConfig
 from mtp_train.engine.ngram import NgramProposer
-from mtp_train.engine.propose import Draft, Drafting, Proposer
+from mtp_train.engine.propose import Draft, Proposer, Proposing
 from mtp_train.engine.sampling import Sampling
 from mtp_train.engine.sequences import Completion, Request
 from mtp_train.models.target import Target
@@ -189,7 +189,7 @@ def test_a_trees_best_branch_is_the_chain(
     long = 0
     propose = TreeProposer.propose
 
-    def kept(self: TreeProposer, step: Drafting) -> Draft:
+    def kept(self: TreeProposer, step: Proposing) -> Draft:
         seen.append(propose(self, step))
         return seen[-1]
 
