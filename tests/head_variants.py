@@ -8,7 +8,9 @@ import torch
 from toys import toy_config
 
 from mtp_train.heads.base import DraftHead
+from mtp_train.heads.dflash import DFlashConfig
 from mtp_train.heads.draft_model import DraftModelConfig
+from mtp_train.heads.dspark import DSparkConfig
 from mtp_train.heads.eagle import EagleConfig
 from mtp_train.heads.eagle3 import Eagle3Config
 from mtp_train.heads.families import build_head
@@ -52,6 +54,12 @@ VARIANTS: dict[str, Any] = {
     "eagle3.1": Eagle3Config(draft_vocabulary=40, fc_norm=True, norm_output=True),
     "eagle3-llama": Eagle3Config(draft_vocabulary=40, block="llama"),
     "eagle3-2-layers": Eagle3Config(draft_vocabulary=40, layers=2, norm_before_fc=True),
+    "dflash": DFlashConfig(layers=2, block_size=4, target_states=2, anchor_share=1.0),
+    "dflash-window": DFlashConfig(layers=1, block_size=4, target_states=2, window=5),
+    "dspark": DSparkConfig(layers=2, block_size=3, target_states=2, markov_rank=8),
+    "dspark-window": DSparkConfig(
+        layers=2, block_size=3, target_states=1, markov_rank=8, window=3, mask_token=9
+    ),
     "medusa": MedusaConfig(),
     "medusa-frozen": MedusaConfig(layers=2, own_lm_heads=False, bias=True),
     "draft_model": DraftModelConfig(model=SMALL_MODEL),

@@ -135,3 +135,11 @@ def attend(
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+
+
+def as_autocast(rows: Tensor) -> Tensor:
+    """In the dtype that autocast computes attention in, where it is on."""
+    device = rows.device.type
+    if not torch.is_autocast_enabled(device):
+        return rows
+    return rows.to(torch.get_autocast_dtype(device))

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mtp_train.attention.chain import chain_attention
-from mtp_train.attention.interface import AttentionRule, attend
+from mtp_train.attention.interface import AttentionRule, as_autocast, attend
 
 
 class PackedContext:
@@ -66,7 +66,7 @@ class RolloutContext:
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
     ) -> Tensor:
-        query, key, value = (_as_autocast(rows) for rows in (query, key, value))
+        query, key, value = (as_autocast(rows) for rows in (query, key, value))
         self.keys[layer].append(key)
         self.values[layer].append(value)
         return chain_attention(query, self.keys[layer], self.values[layer], self.spans, rule)
@@ -83,11 +83,3 @@ def _causal(query_LHd: Tensor, key_LGd: Tensor, value_LGw: Tensor, scaling: floa
         value = pad(value, (0, key.shape[-1] - width))
     out = attend(query, key, value, scaling, causal=True)[..., :width]
     return out.squeeze(0).transpose(0, 1)
-
-
-def _as_autocast(rows: Tensor) -> Tensor:
-    """In the dtype that autocast computes attention in, where it is on."""
-    device = rows.device.type
-    if not torch.is_autocast_enabled(device):
-        return rows
-    return rows.to(torch.get_autocast_dtype(device))

@@ -70,18 +70,18 @@ class Blocks(Aligned):
     Attributes:
         start_N: int64, row where each starts.
         begin_N: int64, first row of its document.
-        position_N: int64, position of row `start_N`.
+        position_T: int64, position of every row of the pack.
         token_SN: int64, x[start+ahead+s]: the token before the draft of step s; 0 past the document's end.
     """
 
     start_N: Tensor
     begin_N: Tensor
-    position_N: Tensor
+    position_T: Tensor
     token_SN: Tensor
 
     def moved(self, rows: int) -> Blocks:
         """The same documents, so many positions later."""
-        return replace(self, position_N=self.position_N + rows)
+        return replace(self, position_T=self.position_T + rows)
 
 
 def rollout(
@@ -145,7 +145,7 @@ def blocks(
         tuple(offsets),
         start_N,
         begin_T[start_N],
-        start_N - begin_T[start_N],
+        row_T - begin_T,
         torch.where(inside_SN, token_T[goal_SN], torch.zeros_like(goal_SN)),
     )
 
@@ -216,7 +216,5 @@ def _bounds(offsets: Sequence[int], device: torch.device) -> tuple[Tensor, Tenso
 
 def _later(value_T: Tensor, row_T: Tensor, end_T: Tensor) -> Tensor:
     """value[row] where row lies in its document, else 0."""
-    inside = row_T < end_T
-    return torch.where(
-        inside, value_T[row_T.clamp(max=len(value_T) - 1)], torch.zeros_like(value_T)
-    )
+    found = value_T[row_T.clamp(max=len(value_T) - 1)]
+    return torch.where(row_T < end_T, found, torch.zeros_like(found))

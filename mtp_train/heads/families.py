@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mtp_train.core.errors import UserError, did_you_mean
-from mtp_train.heads import draft_model, eagle, eagle3, medusa, mtp
+from mtp_train.heads import dflash, draft_model, dspark, eagle, eagle3, medusa, mtp
 from mtp_train.heads.base import DraftHead
 from mtp_train.heads.block import POSITIONS
 from mtp_train.models.target import Target
@@ -45,6 +45,8 @@ FAMILIES = {
         medusa.MedusaHead,
         lambda target, config, _seed, _counts: medusa.build(target, config),
     ),
+    "dflash": Family(dflash.DFlashConfig, dflash.DFlashHead, dflash.build),
+    "dspark": Family(dspark.DSparkConfig, dspark.DSparkHead, dspark.build),
     "draft_model": Family(
         draft_model.DraftModelConfig,
         draft_model.DraftModelHead,
@@ -102,6 +104,8 @@ def outline_head(target: Target, config: Any) -> DraftHead:
     """A head without storage, for a target without: shapes alone. A draft vocabulary is as large as it may be."""
     if isinstance(config, eagle3.Eagle3Config):
         config = eagle3.settle(config, target, min(config.draft_vocabulary, target.vocab_size))
+    if isinstance(config, dflash.DFlashConfig):
+        config = dflash.settle(config, target, None)
     if isinstance(config, draft_model.DraftModelConfig):
         config = draft_model.settle(config)
     with torch.device("meta"):

@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
 )
 
 from mtp_train.models.target import ROPE_TYPES, Target
@@ -56,6 +57,12 @@ def _rope(theirs: Any) -> dict[str, Any]:
     if found.get("rope_type") in ROPE_TYPES and not partial:
         return found
     return {"rope_type": "default", "rope_theta": found.get("rope_theta", 10000.0)}
+
+
+def rotated(rows_THd: Tensor, cosine_Td: Tensor, sine_Td: Tensor) -> Tensor:
+    """Rows turned to their positions, by what `Rotary` gives of these [T, H, d]."""
+    turned, _ = apply_rotary_pos_emb(rows_THd, rows_THd[:, :0], cosine_Td, sine_Td, unsqueeze_dim=1)
+    return turned
 
 
 def read_config(values: Mapping[str, Any]) -> LlamaConfig:

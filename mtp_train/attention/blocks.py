@@ -1,0 +1,128 @@
+"""Attention of blocks that are drafted at once, for training: rows without queries, and blocks of rows that read them.
+
+A block hangs on a row of a document, its start. Its rows see the document's context rows up to the start, and the rows
+of their own block, both ways or causally; never another block. Context rows have keys and values alone.
+
+    context   k[0] .. k[start] | block   b0  b1  b2
+    row b1    see       see    |         see see see (causal: -)
+
+Blocks of one document run some at a time, as dense attention under a mask: memory is linear in what is packed. Holds
+the keys and values of the context, once per layer, and no other state.
+
+Shapes: T context rows, N blocks of B rows each, R = N B rows, H query heads, G key/value heads, d key width, w value
+width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mtp_train.attention.interface import AttentionRule, as_autocast, attend
+
+TILE_ROWS = 128  # rows of blocks that run at once
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """Where blocks hang, on the host.
+
+    Attributes:
+        begins: first context row of each block's document, rising.
+        starts: the context row that each hangs on, rising.
+        rows: B.
+        causal: whether a block's row sees only those of its block before it.
+        after: positions between the start and the block's first row.
+    """
+
+    begins: Sequence[int]
+    starts: Sequence[int]
+    rows: int
+    causal: bool = False
+    after: int = 1
+
+
+@dataclass(frozen=True)
+class _Tile:
+    rows: slice  # of the blocks
+    context: slice
+    seen: Tensor | None  # bool [rows, context + rows]; none: all
+
+
+class BlockContext:
+    """The blocks' attention context."""
+
+    def __init__(self, layout: BlockLayout) -> None:
+        self.layout = layout
+        self._stored: dict[int, tuple[Tensor, Tensor]] = {}
+        self._tiles: dict[int | None, list[_Tile]] = {}
+
+    def store(self, layer: int, key_TGd: Tensor, value_TGw: Tensor) -> None:
+        """Keep the context rows of a layer."""
+        self._stored[layer] = as_autocast(key_TGd), as_autocast(value_TGw)
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
+    ) -> Tensor:
+        """query [R, H, d], key [R, G, d], value [R, G, w] of the blocks, one after the other -> [R, H, w]."""
+        assert rule.softcap is None and rule.sinks is None, "blocks have neither caps nor sinks"
+        query, key, value = (as_autocast(rows) for rows in (query, key, value))
+        key_TGd, value_TGw = self._stored[layer]
+        outs = []
+        for tile in self._tiled(rule.window, query.device):
+            keys = torch.cat([key_TGd[tile.context], key[tile.rows]])
+            values = torch.cat([value_TGw[tile.context], value[tile.rows]])
+            rows, keys, values = (
+                part.transpose(0, 1).unsqueeze(0) for part in (query[tile.rows], keys, values)
+            )
+            out = attend(rows, keys, values, rule.scaling, causal=False, mask=tile.seen)
+            outs.append(out.squeeze(0).transpose(0, 1))
+        return torch.cat(outs) if outs else query.new_empty(0, query.shape[1], value.shape[-1])
+
+    def _tiled(self, window: int | None, device: torch.device) -> list[_Tile]:
+        if window not in self._tiles:
+            self._tiles[window] = list(self._cut(window, device))
+        return self._tiles[window]
+
+    def _cut(self, window: int | None, device: torch.device) -> Iterator[_Tile]:
+        layout, wide = self.layout, self.layout.rows
+        deep = max(TILE_ROWS // wide, 1)
+        begins, starts = np.asarray(layout.begins), np.asarray(layout.starts)
+        edges = [0, *(np.flatnonzero(np.diff(begins)) + 1).tolist(), len(begins)]
+        for first, last in pairwise(edges):
+            for low in range(first, last, deep):
+                high = min(low + deep, last)
+                start_B = starts[low:high]
+                begin, end = int(begins[low]), int(start_B.max()) + 1
+                if window is not None:
+                    begin = max(begin, int(start_B.min()) + layout.after - window + 1)
+                    begin = min(begin, end)
+                seen = _seen(layout, start_B, np.arange(begin, end), window)
+                mask = None
+                if not seen.all():
+                    mask = torch.from_numpy(seen).to(device)
+                rows = slice(low * wide, high * wide)
+                yield _Tile(rows, slice(begin, end), mask)
+
+
+def _seen(
+    layout: BlockLayout, start_B: np.ndarray, column: np.ndarray, window: int | None
+) -> np.ndarray:
+    """Which context rows and rows of the tile's blocks each of them sees [rows, context + rows]."""
+    count, wide = len(start_B), layout.rows
+    block = np.repeat(np.arange(count), wide)
+    slot = np.tile(np.arange(wide), count)
+    place = start_B[block] + layout.after + slot  # positions, counted as rows of the context
+    context = column[None] <= start_B[block][:, None]
+    own = block[:, None] == block[None]
+    if layout.causal:
+        own &= slot[None] <= slot[:, None]
+    if window is not None:
+        context &= column[None] > place[:, None] - window
+        own &= place[None] > place[:, None] - window
+    return np.concatenate([context, own], axis=1)
