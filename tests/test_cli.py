@@ -641,9 +641,9 @@ def test_a_head_is_chosen_by_its_family(family: str) -> None:
     assert section(config, "head", cls) == cls()
     assert cls().family == family
     states, terms = config["precompute"]["states"], config["train"]["loss"]
-    own_output = family in ("eagle3", "medusa", "draft_model")
-    assert states == (["post_norm", "eagle3"] if family == "eagle3" else ["post_norm"])
-    assert (terms["smooth_l1"] == 0) == own_output
+    others = {"eagle3": ["eagle3"], "dflash": ["spread_5"], "dspark": ["spread_5"]}
+    assert states == ["post_norm", *others.get(family, [])]
+    assert (terms["smooth_l1"] == 0) == (family not in ("mtp", "eagle"))
 
 
 # --- the whole pipeline ---------------------------------------------------------------------------------------

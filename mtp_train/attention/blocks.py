@@ -6,8 +6,8 @@ of their own block, both ways or causally; never another block. Context rows hav
     context   k[0] .. k[start] | block   b0  b1  b2
     row b1    see       see    |         see see see (causal: -)
 
-Blocks of one document run some at a time, as dense attention under a mask: memory is linear in what is packed. Holds
-the keys and values of the context, once per layer, and no other state.
+Blocks of one document run some at a time, as dense attention under a mask, forward and backward: memory is linear
+in what is packed. Holds the keys and values of the context, once per layer, and no other state.
 
 Shapes: T context rows, N blocks of B rows each, R = N B rows, H query heads, G key/value heads, d key width, w value
 width.
@@ -18,10 +18,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from mtp_train.attention.interface import AttentionRule, as_autocast, attend
 
@@ -53,6 +55,13 @@ class _Tile:
     context: slice
     seen: Tensor | None  # bool [rows, context + rows]; none: all
 
+    def parts(
+        self, query: Tensor, key_TGd: Tensor, value_TGw: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Views of what the tile reads."""
+        own, context = self.rows, self.context
+        return query[own], key_TGd[context], value_TGw[context], key[own], value[own]
+
 
 class BlockContext:
     """The blocks' attention context."""
@@ -72,17 +81,10 @@ class BlockContext:
         """query [R, H, d], key [R, G, d], value [R, G, w] of the blocks, one after the other -> [R, H, w]."""
         assert rule.softcap is None and rule.sinks is None, "blocks have neither caps nor sinks"
         query, key, value = (as_autocast(rows) for rows in (query, key, value))
-        key_TGd, value_TGw = self._stored[layer]
-        outs = []
-        for tile in self._tiled(rule.window, query.device):
-            keys = torch.cat([key_TGd[tile.context], key[tile.rows]])
-            values = torch.cat([value_TGw[tile.context], value[tile.rows]])
-            rows, keys, values = (
-                part.transpose(0, 1).unsqueeze(0) for part in (query[tile.rows], keys, values)
-            )
-            out = attend(rows, keys, values, rule.scaling, causal=False, mask=tile.seen)
-            outs.append(out.squeeze(0).transpose(0, 1))
-        return torch.cat(outs) if outs else query.new_empty(0, query.shape[1], value.shape[-1])
+        stored = self._stored[layer]
+        tiles = self._tiled(rule.window, query.device)
+        out: Tensor = _Blocks.apply(query, *stored, key, value, tiles, rule.scaling)
+        return out
 
     def _tiled(self, window: int | None, device: torch.device) -> list[_Tile]:
         if window not in self._tiles:
@@ -108,6 +110,63 @@ class BlockContext:
                     mask = torch.from_numpy(seen).to(device)
                 rows = slice(low * wide, high * wide)
                 yield _Tile(rows, slice(begin, end), mask)
+
+
+class _Blocks(torch.autograd.Function):
+    """Attention tile by tile; the backward pass computes each tile anew, so that none is kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key_TGd: Tensor,
+        value_TGw: Tensor,
+        key: Tensor,
+        value: Tensor,
+        tiles: list[_Tile],
+        scaling: float,
+    ) -> Tensor:
+        ctx.save_for_backward(query, key_TGd, value_TGw, key, value)
+        ctx.tiles, ctx.scaling = tiles, scaling
+        out = query.new_empty(*query.shape[:2], value.shape[-1])
+        for tile in tiles:
+            parts = tile.parts(query, key_TGd, value_TGw, key, value)
+            out[tile.rows] = _attend(*parts, tile.seen, scaling)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        totals = [torch.zeros_like(one, dtype=_exact(one)) for one in saved]
+        for tile in ctx.tiles:
+            with torch.enable_grad():
+                parts = [one.detach().requires_grad_() for one in tile.parts(*saved)]
+                out = _attend(*parts, tile.seen, ctx.scaling)
+            found = torch.autograd.grad(out, parts, grad[tile.rows])
+            for total, one in zip(tile.parts(*totals), found, strict=True):
+                total += one
+        return *(total.to(one.dtype) for total, one in zip(totals, saved, strict=True)), None, None
+
+
+def _attend(
+    query: Tensor,
+    key_CGd: Tensor,
+    value_CGw: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Tensor | None,
+    scaling: float,
+) -> Tensor:
+    """Of one tile: its rows, the context rows that any of them sees, its own keys and values."""
+    keys, values = torch.cat([key_CGd, key]), torch.cat([value_CGw, value])
+    rows, keys, values = (part.transpose(0, 1).unsqueeze(0) for part in (query, keys, values))
+    out = attend(rows, keys, values, scaling, causal=False, mask=seen)
+    return out.squeeze(0).transpose(0, 1)
+
+
+def _exact(rows: Tensor) -> torch.dtype:
+    return torch.promote_types(rows.dtype, torch.float32)
 
 
 def _seen(

@@ -5,6 +5,7 @@ A source of its own for each implementation of the target; all are held to the s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -16,10 +17,11 @@ from torch import Tensor
 from mtp_train.attention.packed import PackedContext
 from mtp_train.core.records import TokenizedConversation
 from mtp_train.models.identity import Identity
-from mtp_train.models.target import Target, eagle3_states, layer_of
+from mtp_train.models.target import Target, eagle3_states, layer_of, spread_states
 from mtp_train.precompute.gate import GateResult, Sample, check_choices, check_reference
 
 EAGLE3 = "eagle3"  # stands for three auxiliary layers
+SPREAD = re.compile(r"spread_([1-9]\d*)")  # for so many, spread evenly
 
 
 @dataclass(frozen=True)
@@ -97,10 +99,16 @@ def packed_states(
 
 
 def expand_states(states: Sequence[str], layers: int) -> tuple[str, ...]:
-    """The states' own names: `eagle3` stands for three layers of a target of so many. Raises for unknown names."""
+    """The states' own names: `eagle3` stands for three layers of a target of so many, `spread_5` for five of another
+    choice. Raises for unknown names.
+    """
     names: list[str] = []
     for state in states:
-        names += eagle3_states(layers) if state == EAGLE3 else [state]
+        spread = SPREAD.fullmatch(state)
+        if spread:
+            names += spread_states(layers, int(spread[1]))
+        else:
+            names += eagle3_states(layers) if state == EAGLE3 else [state]
     for name in names:
         if name != Target.state:
             layer_of(name, layers)

@@ -57,7 +57,8 @@ class PrecomputeConfig:
     """How features are made.
 
     Attributes:
-        states: which states to keep: post_norm, pre_norm, layer_<k>, or eagle3 for three auxiliary layers.
+        states: which states to keep: post_norm, pre_norm, layer_<k>, eagle3 for three auxiliary layers, or
+            spread_<n> for n that are spread evenly.
         codec: raw (as the target computes them), lossless, or fp8.
         rows_per_shard: row budget of a shard (one longer sequence makes a shard of its own).
         rows_per_forward: row budget of one packed prefill.
