@@ -331,13 +331,6 @@ def settle(self) -> None:
         return BlockCarry()
 
 
-def settle(self) -> None:
-        pass
-
-    def chains(self, row_C: Tensor) -> BlockCarry:
-        return BlockCarry()
-
-
 def spread_states(layers: int, count: int) -> list[str]:
     """`count` states of a target, spread evenly from behind its second layer to its third from last, as DFlash's."""
     if count == 1:
