@@ -317,36 +317,6 @@ class ObservedContext:
         return BlockCarry()
 
 
-def settle(self) -> None:
-        pass
-
-    def chains(self, row_C: Tensor) -> BlockCarry:
-        return BlockCarry()
-
-
-def settle(self) -> None:
-        pass
-
-    def chains(self, row_C: Tensor) -> BlockCarry:
-        return BlockCarry()
-
-
-def spread_states(layers: int, count: int) -> list[str]:
-    """`count` states of a target, spread evenly from behind its second layer to its third from last, as DFlash's."""
-    if count == 1:
-        return [f"layer_{max(layers - 2, 1)}"]
-    ids = [round(1 + place * (layers - 4) / (count - 1)) for place in range(count)]
-    if layers < 4 or len(set(ids)) < count:
-        ids = [round(place * (layers - 1) / (count - 1)) for place in range(count)]
-    if len(set(ids)) < count:
-        raise UserError(
-            f"{count} states need a target of {count} layers or more",
-            layers,
-            "lower head.target_states, or name head.states",
-        )
-    return [f"layer_{number + 1}" for number in ids]
-
-
 def settle(config: Any, target: Target, counts_V: Tensor | None) -> Any:
     """The configuration with its states and its mask token named."""
     states = config.states or spread_states(target.layers, config.target_states)

@@ -405,6 +405,22 @@ def eagle3_states(layers: int) -> tuple[str, ...]:
     return tuple(f"layer_{number}" for number in chosen)
 
 
+def spread_states(layers: int, count: int) -> tuple[str, ...]:
+    """`count` states of a target, spread evenly from behind its second layer to its third from last, as DFlash's."""
+    if count == 1:
+        return (f"layer_{max(layers - 2, 1)}",)
+    ids = [round(1 + place * (layers - 4) / (count - 1)) for place in range(count)]
+    if layers < 4 or len(set(ids)) < count:
+        ids = [round(place * (layers - 1) / (count - 1)) for place in range(count)]
+    if len(set(ids)) < count:
+        raise UserError(
+            f"{count} states need a target of {count} layers or more",
+            layers,
+            "lower head.target_states, or name head.states",
+        )
+    return tuple(f"layer_{number + 1}" for number in ids)
+
+
 def _keep_input(
     seen: dict[int, Tensor],
     number: int,
