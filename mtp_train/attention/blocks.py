@@ -131,7 +131,7 @@ class _Blocks(torch.autograd.Function):
         out = query.new_empty(*query.shape[:2], value.shape[-1])
         for tile in tiles:
             parts = tile.parts(query, key_TGd, value_TGw, key, value)
-            out[tile.rows] = _attend(*parts, tile.seen, scaling)
+            out[tile.rows] = _attend(parts, tile.seen, scaling)
         return out
 
     @staticmethod
@@ -142,23 +142,16 @@ class _Blocks(torch.autograd.Function):
         for tile in ctx.tiles:
             with torch.enable_grad():
                 parts = [one.detach().requires_grad_() for one in tile.parts(*saved)]
-                out = _attend(*parts, tile.seen, ctx.scaling)
+                out = _attend(parts, tile.seen, ctx.scaling)
             found = torch.autograd.grad(out, parts, grad[tile.rows])
             for total, one in zip(tile.parts(*totals), found, strict=True):
                 total += one
         return *(total.to(one.dtype) for total, one in zip(totals, saved, strict=True)), None, None
 
 
-def _attend(
-    query: Tensor,
-    key_CGd: Tensor,
-    value_CGw: Tensor,
-    key: Tensor,
-    value: Tensor,
-    seen: Tensor | None,
-    scaling: float,
-) -> Tensor:
+def _attend(parts: Sequence[Tensor], seen: Tensor | None, scaling: float) -> Tensor:
     """Of one tile: its rows, the context rows that any of them sees, its own keys and values."""
+    query, key_CGd, value_CGw, key, value = parts
     keys, values = torch.cat([key_CGd, key]), torch.cat([value_CGw, value])
     rows, keys, values = (part.transpose(0, 1).unsqueeze(0) for part in (query, keys, values))
     out = attend(rows, keys, values, scaling, causal=False, mask=seen)
