@@ -55,10 +55,20 @@ VARIANTS: dict[str, Any] = {
     "eagle3-llama": Eagle3Config(draft_vocabulary=40, block="llama"),
     "eagle3-2-layers": Eagle3Config(draft_vocabulary=40, layers=2, norm_before_fc=True),
     "dflash": DFlashConfig(layers=2, block_size=4, target_states=2, anchor_share=1.0),
-    "dflash-window": DFlashConfig(layers=1, block_size=4, target_states=2, window=5),
-    "dspark": DSparkConfig(layers=2, block_size=3, target_states=2, markov_rank=8),
+    "dflash-window": DFlashConfig(
+        layers=1, block_size=4, target_states=2, window=5, anchor_share=1.0
+    ),
+    "dspark": DSparkConfig(
+        layers=2, block_size=3, target_states=2, markov_rank=8, anchor_share=1.0
+    ),
     "dspark-window": DSparkConfig(
-        layers=2, block_size=3, target_states=1, markov_rank=8, window=3, mask_token=9
+        layers=2,
+        block_size=3,
+        target_states=1,
+        markov_rank=8,
+        window=3,
+        mask_token=9,
+        anchor_share=1.0,
     ),
     "medusa": MedusaConfig(),
     "medusa-frozen": MedusaConfig(layers=2, own_lm_heads=False, bias=True),
