@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from mtp_train.attention import chain, reference
@@ -161,7 +162,10 @@ def values_and_gradients(
 ) -> list[torch.Tensor]:
     """Outputs of all steps, then the gradients of every step's query, key and value."""
     inputs = [[rows.to(dtype).requires_grad_() for rows in step[:3]] for step in steps]
-    outs = [context(0, *step, rule) for step in inputs]
+    outs = []
+    for step in inputs:
+        outs.append(context(0, *step, rule))
+        context = context.then() if isinstance(context, RolloutContext) else context
     grads = [step[3].to(out.dtype) for step, out in zip(steps, outs, strict=True)]
     leaves = [rows for step in inputs for rows in step]
     if rule.sinks is not None and rule.sinks.requires_grad:
@@ -311,11 +315,14 @@ def test_under_autocast_a_rollout_computes_in_bfloat16_whatever_it_is_given() ->
     steps = rollout_steps(20, 2)
     plain = values_and_gradients(RolloutContext([0, 20]), steps, torch.bfloat16)
 
+    contexts = [RolloutContext([0, 20])]
+
     def under_autocast(layer: int, query: Any, key: Any, value: Any, rule: AttentionRule) -> Any:
         with torch.autocast("cpu", torch.bfloat16):
-            return context(layer, query.float(), key.float(), value, rule)
+            out = contexts[-1](layer, query.float(), key.float(), value, rule)
+        contexts.append(contexts[-1].then())
+        return out
 
-    context = RolloutContext([0, 20])
     ours = values_and_gradients(under_autocast, steps, torch.bfloat16)
     assert all(torch.equal(got, want) for got, want in zip(ours, plain, strict=True))
 
@@ -395,3 +402,24 @@ def test_a_toy_target_is_reproducible(toy_target: Target) -> None:
             toy_target.model.state_dict().values(), again.model.state_dict().values(), strict=True
         )
     )
+
+
+def test_a_step_leaves_what_it_was_given_as_it_was() -> None:
+    """So that it can be run again: checkpointed, its outputs and gradients are the same bits."""
+    steps = rollout_steps(12, 3)
+    plain = values_and_gradients(RolloutContext([0, 5, 12]), steps)
+    context = RolloutContext([0, 5, 12])
+    inputs = [[rows.requires_grad_() for rows in step[:3]] for step in steps]
+    outs = []
+    for step in inputs:
+        before = dict(context.earlier)
+        now = context
+        outs.append(
+            checkpoint(lambda *rows, now=now: now(0, *rows, PLAIN), *step, use_reentrant=False)
+        )
+        assert context.earlier == before
+        context = context.then()
+    grads = torch.autograd.grad(
+        outs, [rows for step in inputs for rows in step], [step[3] for step in steps]
+    )
+    assert all(map(torch.equal, [*outs, *grads], plain))

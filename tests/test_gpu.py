@@ -226,7 +226,10 @@ def test_a_rollouts_attention_on_the_gpu_equals_the_cpus() -> None:
     for device in ("cpu", "cuda"):
         leaves = [tensor.to(device).requires_grad_() for tensor in rows]
         context = RolloutContext([0, 7, 300])
-        outs = [context(0, *leaves[step : step + 3], AttentionRule(0.25)) for step in (0, 3, 6)]
+        outs = []
+        for step in (0, 3, 6):
+            outs.append(context(0, *leaves[step : step + 3], AttentionRule(0.25)))
+            context = context.then()
         total = sum(out.square().sum() for out in outs)
         results.append([*outs, *torch.autograd.grad(total, leaves)])
     for here, there in zip(*results, strict=True):

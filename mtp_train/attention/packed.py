@@ -8,7 +8,6 @@ Shapes: T rows, H query heads, G key/value heads, d key width, w value width, L 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -18,6 +17,9 @@ from torch.nn.functional import pad
 
 from mtp_train.attention.chain import chain_attention
 from mtp_train.attention.interface import AttentionRule, as_autocast, attend
+
+
+Written = dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
 
 
 class PackedContext:
@@ -50,26 +52,33 @@ class RolloutContext:
         step 0, row p: keys 0..p of step 0
         step 2, row p: keys 0..p of step 0, key p of step 1, key p of step 2
 
-    One context serves all steps of one batch. Each layer has its own keys, and its own first step: a head of one module
-    per depth calls another layer at each, whose rows then see that layer's rows 0..p, plainly causal. Memory is linear
-    in a document's length. Step 0 goes the same way as the others: its keys' gradients are summed in float32, and it is
-    faster than the flash kernel that torch has for CPUs.
+    A context serves one step: it is given the keys and values of the steps before, and `then` is the next step's, given
+    its own too. Nothing that was given is changed, so a step is a function of values: it can be run again, compiled or
+    checkpointed. Each layer has its own keys, and its own first step: a head of one module per depth calls another
+    layer at each, whose rows then see that layer's rows 0..p, plainly causal. Memory is linear in a document's length.
+    Step 0 goes the same way as the others: its keys' gradients are summed in float32, and it is faster than the flash
+    kernel that torch has for CPUs.
+
+    Args:
+        earlier: by layer; keys [T, G, d] and values [T, G, w] of every step so far.
     """
 
-    def __init__(self, offsets: Sequence[int]) -> None:
-        self.spans = list(pairwise(offsets))
-        self.keys: dict[int, list[Tensor]] = defaultdict(
-            list
-        )  # by layer; per step so far [T, G, d]
-        self.values: dict[int, list[Tensor]] = defaultdict(list)
+    def __init__(self, offsets: Sequence[int], earlier: Written | None = None) -> None:
+        self.offsets, self.spans = offsets, list(pairwise(offsets))
+        self.earlier = earlier or {}
+        self.written: Written = {}
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
     ) -> Tensor:
         query, key, value = (as_autocast(rows) for rows in (query, key, value))
-        self.keys[layer].append(key)
-        self.values[layer].append(value)
-        return chain_attention(query, self.keys[layer], self.values[layer], self.spans, rule)
+        keys, values = self.earlier.get(layer, ((), ()))
+        self.written[layer] = keys, values = (*keys, key), (*values, value)
+        return chain_attention(query, keys, values, self.spans, rule)
+
+    def then(self) -> RolloutContext:
+        """The next step's."""
+        return RolloutContext(self.offsets, {**self.earlier, **self.written})
 
 
 def _causal(query_LHd: Tensor, key_LGd: Tensor, value_LGw: Tensor, scaling: float) -> Tensor:

@@ -170,6 +170,7 @@ class ChainHead(DraftHead):
         ):
             embedding_TD = self.embed(target, token_T)
             state_TD = self.at(step)(embedding_TD, state_TD, position_T, context)
+            context = context.then()
             outs.append(state_TD)
         return outs
 
