@@ -18,7 +18,6 @@ from torch.nn.functional import pad
 from mtp_train.attention.chain import chain_attention
 from mtp_train.attention.interface import AttentionRule, as_autocast, attend
 
-
 Written = dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
 
 
