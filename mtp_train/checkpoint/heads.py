@@ -71,6 +71,8 @@ class HeadCard:
         head: how it is made: the fields of its family's dataclass. `save_checkpoint` fills it in, and the hashes.
         changed: what of `config` changed in the middle of training, each with the step.
         measured: acceptance through the engine at this step, where training measured it: tau and what stands behind it.
+        calibration: of a head that says how sure it is: its temperatures, by how much its chances are off (`error`, by
+            draft step; `error_before` without them), and over how many chains.
     """
 
     family: str
@@ -88,6 +90,7 @@ class HeadCard:
     head: dict[str, Any] = field(default_factory=dict)  # empty: the family's defaults
     measured: dict[str, Any] = field(default_factory=dict)
     changed: list[dict[str, Any]] = field(default_factory=list)
+    calibration: dict[str, Any] = field(default_factory=dict)
 
 
 def save_checkpoint(

@@ -145,6 +145,7 @@ class DraftHead(nn.Module, ABC):
         states: the target states that it reads.
         steps: draft steps that the head has; None is any number.
         vocabulary: int64 [U], sorted target ids that the head can draft; None is all of them.
+        temperatures: float32 [S], by which the confidence's logits are divided; None of a head that says none.
     """
 
     family: ClassVar[str]
@@ -152,6 +153,7 @@ class DraftHead(nn.Module, ABC):
     ahead: ClassVar[int] = 1
     at_once: ClassVar[bool] = False
     vocabulary: Tensor | None
+    temperatures: Tensor | None
 
     def __init__(
         self,
@@ -165,6 +167,7 @@ class DraftHead(nn.Module, ABC):
         self.states = states
         self.steps = steps
         self.register_buffer("vocabulary", vocabulary_U)
+        self.register_buffer("temperatures", None)
 
     # --- what a family is -------------------------------------------------------------------------------------
 

@@ -65,13 +65,11 @@ class ConfidenceHead(nn.Module):
 class DSparkHead(DFlashHead):
     """One draft head. Build it with `build`; its parameters start in float32.
 
-    Attributes:
-        temperatures: float32 [S], by which the confidence's logits are divided; 1 until they are fitted.
+    Its temperatures are 1 until they are fitted.
     """
 
     family = "dspark"
     first_slot: ClassVar[int] = 0
-    temperatures: Tensor
 
     def __init__(self, target: Target, config: DSparkConfig) -> None:
         super().__init__(target, config)
@@ -89,6 +87,7 @@ class DSparkHead(DFlashHead):
     def follow(self, read_CD: Tensor, logits_CU: Tensor, token_C: Tensor, step: int) -> NextDraft:
         before_CR = self.markov_head.markov_w1(token_C)
         bias_CU = self.markov_head.markov_w2(before_CR)
+        assert self.temperatures is not None
         confidence_C = self._confidence(read_CD, before_CR) / self.temperatures[step]
         return NextDraft(logits_CU + bias_CU, confidence_C)
 

@@ -36,6 +36,12 @@ from mtp_train.models.target import Target
 from mtp_train.store.shards import FeatureStore
 from mtp_train.train.average import make_average
 from mtp_train.train.best import BEST, forget_best, keep_best
+from mtp_train.train.calibrate import (
+    Confidences,
+    calibration_error,
+    chances,
+    fit_temperatures,
+)
 from mtp_train.train.config import TrainConfig
 from mtp_train.train.guard import PackReport, alarm, exploded, report
 from mtp_train.train.metrics import ValidationSums
@@ -256,11 +262,16 @@ class _Trainer:
         sums = ValidationSums(self.config.rollout_steps, tuple(self.config.losses().enabled()))
         packs = list(ordered_packs(self.held_out.lengths(), max(self.config.rows, 2048)))
         mine = packs[self.accelerator.process_index :: self.accelerator.num_processes]
+        said = Confidences()
         with self.strategy.whole(), self.accelerator.autocast():
             for indices in mine:
                 pack = load_pack(self.held_out, indices, self.target.device)
-                sums.add(self.measured(pack, self.config.rollout_steps, measure=True))
+                found = self.measured(pack, self.config.rollout_steps, measure=True)
+                sums.add(found)
+                said.add(found)
         self.measured.train()
+        if self.served.temperatures is not None:
+            self._calibrate(said)
         sums.reduce(lambda sums: self.accelerator.reduce(sums.to(self.target.device), "sum"))
         summary = sums.summary()
         self._log({"step": self.step, "validation": summary})
@@ -272,6 +283,27 @@ class _Trainer:
             }
             values = ", ".join(f"{name} {summary[key]:.3f}" for name, key in shown.items())
             say(f"step {self.step}/{self.total}: held-out {values}")
+
+    def _calibrate(self, said: Confidences) -> None:
+        """Fit the confidence's temperatures, and note how far off its chances are with and without them."""
+        shared: list[tuple[torch.Tensor, torch.Tensor]] = gather_object([said.joined()])
+        logit_SN, agree_SN = (torch.cat(parts, dim=1) for parts in zip(*shared, strict=True))
+        fitted_S = fit_temperatures(logit_SN, agree_SN)
+        with self.strategy.whole():
+            for head in {self.served, self.strategy.readable}:
+                assert head.temperatures is not None
+                head.temperatures.copy_(fitted_S)
+        errors = {
+            name: calibration_error(chances(logit_SN, by_S), agree_SN)
+            for name, by_S in (("error", fitted_S), ("error_before", torch.ones_like(fitted_S)))
+        }
+        calibration = {"temperatures": fitted_S.tolist(), **errors, "chains": logit_SN.shape[1]}
+        self._log({"step": self.step, "calibration": calibration})
+
+    def _calibrated(self) -> dict[str, Any]:
+        """The newest calibration."""
+        rows = (row["calibration"] for row in reversed(self.curves) if "calibration" in row)
+        return next(rows, {})
 
     def _measure(self) -> None:
         """Acceptance through the engine; every rank its share of prompts. The best head so far is kept."""
@@ -300,7 +332,8 @@ class _Trainer:
         if self.accelerator.is_main_process:
             with open(self.out / CURVES, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-        kind = next((name for name in ("validation", "online") if name in row), "train")
+        kinds = ("validation", "online", "calibration")
+        kind = next((name for name in kinds if name in row), "train")
         flat = row.get(kind) or {key: value for key, value in row.items() if key != "step"}
         self.accelerator.log(
             {f"{kind}/{key}": value for key, value in flat.items()}, step=row["step"]
@@ -319,6 +352,7 @@ class _Trainer:
             config=asdict(self.config),
             changed=[row for row in self.curves if "changed" in row],
             measured=self._measured_now(),
+            calibration=self._calibrated(),
         )
 
     def _measured_now(self) -> dict[str, Any]:

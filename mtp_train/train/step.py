@@ -32,6 +32,7 @@ class PackLoss:
 
     values: LossValues
     rollout: Aligned
+    confidence_SN: Tensor | None = None  # of a head that says it
 
 
 class RolloutModule(nn.Module):
@@ -116,7 +117,7 @@ class RolloutModule(nn.Module):
                 alpha_SN=values.alpha_SN.reshape(shape),
                 agree_SN=values.agree_SN.reshape(shape),
             )
-        return PackLoss(values, aligned)
+        return PackLoss(values, aligned, found.confidence_SN)
 
     def _own_output(self, part: Tensor | None, steps: int) -> Tensor | None:
         """The head's own lm_head, its rows those of the loss."""
