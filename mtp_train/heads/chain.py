@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mtp_train.attention.interface import AttentionContext
 from mtp_train.attention.packed import RolloutContext
@@ -111,7 +111,7 @@ class ChainHead(DraftHead):
     ) -> Tensor:
         """Of rows (x[p+ahead], state, p): what is fed back as the next step's state [T, D]."""
 
-    def at(self, step: int) -> ChainHead:
+    def at(self, step: int) -> nn.Module:
         """What runs draft step `step` (from 0)."""
         return self
 

@@ -1,8 +1,8 @@
 """Temperatures that make a head's confidence a chance: one per draft step, fitted from left to right on held-out text.
 
-The chance that the first s drafts are all accepted is the product of sigmoid(c_i / t_i), i <= s. Step s's temperature is
-the one that makes this likeliest given those before it: sequential temperature scaling (DSpark, arXiv 2607.05147). What
-it is held against is whether the drafts are the target's own choices, as greedy decoding accepts them.
+The chance that the first s drafts are all accepted is the product of sigmoid(c_i / t_i), i <= s. Step s's temperature
+is the one that makes what happened likeliest, given those before it: sequential temperature scaling (DSpark, arXiv
+2607.05147). What it is held against is whether drafts are the target's own choices, as greedy decoding accepts them.
 
 Knows no head.
 
