@@ -21,6 +21,7 @@ from distribution import (
 from transformers import LlamaConfig
 
 from mtp_train.engine import step as step_module
+from mtp_train.engine.adaptive import AdaptiveProposer, StepCosts
 from mtp_train.engine.branch import TreeConfig, TreeProposer
 from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.ngram import NgramProposer
@@ -29,6 +30,7 @@ from mtp_train.engine.sampling import Rules, Sampling, draw
 from mtp_train.engine.verify import leading, verify_sampled, verify_tree
 from mtp_train.heads.base import DraftHead
 from mtp_train.heads.draft_model import DraftModelConfig
+from mtp_train.heads.dspark import DSparkConfig
 from mtp_train.heads.eagle3 import Eagle3Config
 from mtp_train.heads.families import build_head
 from mtp_train.heads.medusa import MedusaConfig
@@ -60,6 +62,14 @@ def opinionated(target: Target, family: str) -> DraftHead:
         with torch.no_grad():
             head.eh_proj.weight.mul_(20)
         return head
+    if family == "dspark":
+        spark = build_head(
+            target, DSparkConfig(layers=1, block_size=2, target_states=1, markov_rank=4), 9
+        )
+        with torch.no_grad():
+            for parameter in spark.parameters():
+                parameter.normal_(generator=torch.Generator().manual_seed(3))
+        return spark
     if family == "medusa":
         medusa = build_head(target, MedusaConfig(steps=2), 9)
         with torch.no_grad():
@@ -90,6 +100,10 @@ SCHEMES: dict[str, Callable[[Target], Proposer | None]] = {
     "mtp_chain": chain("mtp", 2),
     "eagle3_chain": chain("eagle3", 2),
     "draft_target": chain("draft_model", 2),
+    "dspark": chain("dspark", 2),
+    "dspark_adaptive": lambda target: AdaptiveProposer(
+        target, opinionated(target, "dspark"), 2, StepCosts({1: (1.0, 1.3, 1.55)})
+    ),
     "mtp_fixed": tree("mtp", "fixed"),
     "mtp_dynamic": tree("mtp", "dynamic"),
     "eagle3_dynamic": tree("eagle3", "dynamic"),
@@ -107,7 +121,7 @@ def test_sampled_output_is_distributed_as_the_target(toy: Toy, scheme: str, samp
     checked = check(toy, engine, SAMPLERS[sampler])
     assert checked.p_value > 1e-4
     if engine.proposer.drafts and sampler == "plain":
-        assert {0, engine.proposer.depth} <= checked.accepted
+        assert {0, engine.proposer.depth} <= checked.accepted or "adaptive" in scheme
 
 
 def test_requests_with_seeds_of_their_own_are_distributed_so_too(toy: Toy) -> None:

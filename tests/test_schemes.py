@@ -11,6 +11,7 @@ from head_variants import make_variant
 from toy_families import toy
 
 from mtp_train.core.errors import UserError
+from mtp_train.engine.adaptive import AdaptiveProposer, StepCosts, paying
 from mtp_train.engine.branch import TreeConfig, TreeProposer
 from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.engine import Engine, EngineConfig
@@ -36,6 +37,7 @@ CONFIGS = {
 }
 DYNAMIC = TreeConfig("dynamic", drafts=7, depth=3, top_k=3)
 FIXED = TreeConfig("fixed", drafts=7, depth=3, top_k=3)
+COSTS = (1.0, 1.3, 1.55, 2.0)  # seconds of a step with 0 to 3 drafts: some pay, some don't
 Scheme = Callable[[Target], Proposer]
 SCHEMES: dict[str, Scheme] = {
     "mtp-1": lambda target: ChainProposer(target, make_variant(target, "mtp"), 1),
@@ -57,6 +59,15 @@ SCHEMES: dict[str, Scheme] = {
     "draft-model": lambda target: ChainProposer(target, make_variant(target, "draft_model"), 3),
     "draft-model-tree": lambda target: TreeProposer(
         target, make_variant(target, "draft_model"), DYNAMIC
+    ),
+    "dflash": lambda target: ChainProposer(target, make_variant(target, "dflash"), 3),
+    "dflash-window": lambda target: ChainProposer(target, make_variant(target, "dflash-window"), 2),
+    "dspark": lambda target: ChainProposer(target, make_variant(target, "dspark"), 3),
+    "dspark-adaptive": lambda target: AdaptiveProposer(
+        target, make_variant(target, "dspark"), 3, StepCosts({1: COSTS, 4: COSTS})
+    ),
+    "mtp-adaptive": lambda target: AdaptiveProposer(
+        target, make_variant(target, "mtp"), 3, table={1: 3, 2: 0, 3: 1, 4: 2}
     ),
     "ngram": lambda _target: NgramProposer(3, longest=2, shortest=1),
 }
@@ -100,17 +111,24 @@ def test_joining_leaving_and_yielding_change_nothing(
         assert engine.stats.preempted > 0
 
 
-@pytest.mark.parametrize("scheme", [name for name in SCHEMES if "medusa" not in name])
+LIKELY = [name for name in SCHEMES if not name.startswith(("medusa", "dflash", "dspark"))]
+
+
+@pytest.mark.parametrize("scheme", LIKELY)
 def test_some_drafts_of_a_likely_head_are_accepted(toy_target: Target, scheme: str) -> None:
     """A tree's accepted paths leave the root's best child, and cached rows move: else little of it is tested."""
     engine = Engine(toy_target, SCHEMES[scheme](toy_target), ROOMY)
     steps = [step for c in engine.generate(requests(16, 40)) for step in c.steps]
     assert sum(step.accepted for step in steps) > 0
-    assert all(step.nodes == engine.proposer.drafts for step in steps if scheme != "ngram")
+    assert all(
+        step.nodes == engine.proposer.drafts
+        for step in steps
+        if scheme not in ("ngram", "mtp-adaptive")
+    )
 
 
 @pytest.mark.parametrize("order", ["overlapped", "plain"])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if "adaptive" not in name])
 def test_seeded_draws_do_not_depend_on_batch_or_order(
     toy_target: Target, scheme: str, order: str
 ) -> None:
@@ -209,3 +227,24 @@ def test_a_trees_best_branch_is_the_chain(
     assert long > len(asked) // 2, (
         "a dynamic tree reads the best branch on as long as it is among the best"
     )
+
+
+def test_drafts_are_verified_as_long_as_they_pay() -> None:
+    """Tokens a second with 0 to 3 drafts: 1, 1.8 / 1.2 = 1.5, 2.3 / 1.4 = 1.64, 2.5 / 1.6 = 1.56."""
+    assert paying([0.8, 0.5, 0.2], [1.0, 1.2, 1.4, 1.6]) == 2
+    assert paying([0.1, 0.1, 0.1], [1.0, 1.2, 1.4, 1.6]) == 0
+    assert paying([1.0, 1.0, 1.0], [1.0, 1.2, 1.4, 1.6]) == 3
+
+
+def test_an_adaptive_chain_has_steps_of_several_lengths(toy_target: Target) -> None:
+    proposer = SCHEMES["dspark-adaptive"](toy_target)
+    torch.nn.init.normal_(proposer.head.confidence_head.proj.weight)  # type: ignore[attr-defined]
+    done = Engine(toy_target, proposer, ROOMY).generate(requests(16))
+    lengths = {len(step.drafted) for completion in done for step in completion.steps}
+    assert len(lengths) > 1 and sum(completion.undrafted for completion in done) > 0
+
+
+def test_an_adaptive_scheme_says_what_it_needs(toy_target: Target) -> None:
+    for variant, missing in (("dspark", "measured costs"), ("mtp", "table of drafts")):
+        with pytest.raises(UserError, match=missing):
+            AdaptiveProposer(toy_target, make_variant(toy_target, variant), 3)

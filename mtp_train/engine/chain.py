@@ -28,20 +28,27 @@ class ChainProposer(HeadRunner):
         self.room = head.room(drafts)
         self.early = head.early(drafts)
 
-    def propose(self, step: Proposing) -> Draft:
+    def propose(self, step: Proposing) -> Draft | None:
+        return self.drafted(step, self.drafts)[0]
+
+    def drafted(self, step: Proposing, count: int) -> tuple[Draft, Tensor | None]:
+        """`count` drafts, and the logit of each one's chance [count, B] where the head says it."""
         assert step.carry is not None, "observe before propose"
         tokens: list[Tensor] = []
         dists: list[Tensor] = []
-        drafts = self.head.drafts(self.target, step.drafting(), step.carry, self.drafts)
+        said: list[Tensor] = []
+        drafts = self.head.drafts(self.target, step.drafting(), step.carry, count)
         following = next(drafts)
-        for number in range(self.drafts):
+        for number in range(count):
             with step.clock("sampling"):
                 token_B, q_BV = self._choose(following.logits_BU, step)
             tokens.append(token_B)
             dists += [] if q_BV is None else [q_BV]
-            if number < self.drafts - 1:
+            said += [] if following.confidence_B is None else [following.confidence_B]
+            if number < count - 1:
                 following = drafts.send(token_B)
-        return Draft(torch.stack(tokens, dim=1), torch.stack(dists, dim=1) if dists else None)
+        q_BNV = torch.stack(dists, dim=1) if dists else None
+        return Draft(torch.stack(tokens, dim=1), q_BNV), torch.stack(said) if said else None
 
     def _choose(self, logits_BU: Tensor, step: Proposing) -> tuple[Tensor, Tensor | None]:
         """A draft per sequence [B], in the target's vocabulary, and q [B, V] where it is wanted."""

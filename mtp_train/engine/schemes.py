@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mtp_train.core.errors import UserError
+from mtp_train.engine.adaptive import AdaptiveProposer, StepCosts
 from mtp_train.engine.branch import TreeConfig, TreeProposer
 from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.ngram import NgramProposer
@@ -12,7 +13,7 @@ from mtp_train.engine.propose import NoProposer, Proposer
 from mtp_train.heads.base import DraftHead
 from mtp_train.models.target import Target
 
-SCHEMES = ("chain", "dynamic", "fixed", "ngram", "none")
+SCHEMES = ("chain", "adaptive", "dynamic", "fixed", "ngram", "none")
 
 
 @dataclass(frozen=True)
@@ -20,17 +21,19 @@ class SchemeConfig:
     """How drafts are made.
 
     Attributes:
-        kind: `chain`, a `dynamic` (EAGLE-2) or `fixed` tree of the head's drafts, `ngram` (prompt lookup, no head), or
-            `none`.
+        kind: `chain`, an `adaptive` one that stops where drafts no longer pay, a `dynamic` (EAGLE-2) or `fixed` tree
+            of the head's drafts, `ngram` (prompt lookup, no head), or `none`.
         drafts: drafted tokens per step: k of a chain, the size of a tree.
         depth: of a tree's deepest draft.
         top_k: children of a draft in a tree; of a dynamic one also the drafts of a level that are read on.
+        table: (batch size, drafts) pairs of an adaptive chain with a head that says no confidence.
     """
 
     kind: str = "chain"
     drafts: int = 3
     depth: int = 3
     top_k: int = 4
+    table: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in SCHEMES:
@@ -51,8 +54,16 @@ class SchemeConfig:
         return TreeConfig(self.kind, self.drafts, self.depth, self.top_k)
 
 
-def make_proposer(target: Target, head: DraftHead | None, scheme: SchemeConfig) -> Proposer:
+def make_proposer(
+    target: Target,
+    head: DraftHead | None,
+    scheme: SchemeConfig,
+    costs: StepCosts | None = None,
+) -> Proposer:
     """The proposer of a scheme. The head is cast to the target's dtype in place: give a copy where it goes on training.
+
+    Args:
+        costs: of a step, for an adaptive scheme.
 
     Raises:
         UserError: a scheme that needs a head without one, or one that the head can't draft.
@@ -65,4 +76,6 @@ def make_proposer(target: Target, head: DraftHead | None, scheme: SchemeConfig) 
         raise UserError(f"the scheme {scheme.kind} drafts with a head", "none", "name a head")
     if scheme.kind == "chain":
         return ChainProposer(target, head, scheme.drafts)
+    if scheme.kind == "adaptive":
+        return AdaptiveProposer(target, head, scheme.drafts, costs, dict(scheme.table) or None)
     return TreeProposer(target, head, scheme.tree())

@@ -147,7 +147,7 @@ class Step:
             draft = self._propose(sequences)
         for sequence in sequences:
             sequence.draft = None
-            if sequence.carry is not None:
+            if sequence.carry is not None and draft is not None:
                 sequence.carry = sequence.carry.used()
         return draft
 
