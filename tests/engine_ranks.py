@@ -16,7 +16,7 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 from toys import toy_config
 
-from mtp_train.core.dist import launched_ranks
+from mtp_train.core.dist import launched_ranks, leave
 from mtp_train.engine.branch import TreeConfig, TreeProposer
 from mtp_train.engine.chain import ChainProposer
 from mtp_train.engine.engine import Engine, EngineConfig
@@ -123,4 +123,7 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    try:
+        main(Path(sys.argv[1]))
+    finally:
+        leave()

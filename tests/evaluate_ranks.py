@@ -14,7 +14,7 @@ import torch
 from evaluations import measure
 from torch import distributed
 
-from mtp_train.core.dist import launched_ranks
+from mtp_train.core.dist import launched_ranks, leave
 from mtp_train.dialogue.journal import Journal
 
 ANSWERED: list[str] = []
@@ -44,8 +44,10 @@ def main(folder: Path) -> None:
     }
     (folder / f"rank-{ranks.rank}.json").write_text(json.dumps(record))
     distributed.barrier()
-    distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    try:
+        main(Path(sys.argv[1]))
+    finally:
+        leave()

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from mtp_train.core.dist import launched_ranks
+from mtp_train.core.dist import launched_ranks, leave
 
 MEETINGS = 3
 
@@ -41,4 +41,7 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    try:
+        main(Path(sys.argv[1]))
+    finally:
+        leave()

@@ -28,6 +28,7 @@ from head_variants import make_variant
 from torch import distributed
 from toys import make_target
 
+from mtp_train.core.dist import leave
 from mtp_train.heads.draft_model import DraftModelHead
 from mtp_train.store.shards import FeatureStore
 from mtp_train.train.config import TrainConfig
@@ -147,4 +148,7 @@ def stopping(trainer: _Trainer, stop: int) -> Any:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    try:
+        main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    finally:
+        leave()

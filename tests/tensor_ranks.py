@@ -13,7 +13,7 @@ import torch
 from children import CHATS, FEATURES
 from torch import distributed
 
-from mtp_train.core.dist import launched_ranks
+from mtp_train.core.dist import launched_ranks, leave
 from mtp_train.core.records import Accounting
 from mtp_train.models.target import Target
 from mtp_train.precompute.sources import EngineStates
@@ -47,4 +47,7 @@ def main(path: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    try:
+        main(Path(sys.argv[1]), Path(sys.argv[2]))
+    finally:
+        leave()

@@ -18,7 +18,7 @@ from children import CHATS, FEATURES
 from toys import VOCABULARY, conversation, make_store, make_target
 
 from mtp_train.batches.pack import Pack
-from mtp_train.core.dist import launched_ranks
+from mtp_train.core.dist import launched_ranks, leave
 from mtp_train.core.errors import UserError
 from mtp_train.core.records import Accounting
 from mtp_train.heads.mtp import MtpConfig, build
@@ -118,4 +118,7 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    try:
+        main(Path(sys.argv[1]))
+    finally:
+        leave()

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+from mtp_train.core.dist import leave
 from mtp_train.core.errors import UserError, did_you_mean
 
 STAGES = ("regenerate", "precompute", "train", "evaluate", "report", "export")
@@ -128,6 +129,8 @@ def guarded(work: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         print("mtp-train: interrupted; the same command goes on from here", file=sys.stderr)
         return 130
+    finally:
+        leave()
     return 0
 
 

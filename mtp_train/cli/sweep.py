@@ -28,6 +28,7 @@ from mtp_train.cli.job import Job, Process, SweepConfig
 from mtp_train.cli.overrides import Alternatives, quoted
 from mtp_train.cli.run_folder import OTHER_FOLDER, RUN, STAMP, RunFolder
 from mtp_train.cli.sweep_table import DONE, FAILED, Report, Row
+from mtp_train.core.dist import leave
 from mtp_train.core.errors import UserError
 from mtp_train.core.owned import MARK, Kind, claim
 from mtp_train.core.progress import say
@@ -108,7 +109,7 @@ class _Sweep:
             self.rows[number] = self._result(self.rows[number], job, error)
             if ranks.main:
                 self._write()
-        train.part()
+        leave()
         if ranks.main:
             self._show()
         self._require_done()

@@ -29,6 +29,7 @@ from mtp_train.cli.features import (
 from mtp_train.cli.job import PRECISIONS, Job, Process
 from mtp_train.cli.main import dispatch, guarded
 from mtp_train.cli.run_folder import outlook, run_stage
+from mtp_train.core.dist import leave
 from mtp_train.core.errors import UserError
 from mtp_train.core.keys import SPREAD, Inputs, config_inputs, inputs, plain
 from mtp_train.core.provenance import file_digest
@@ -45,13 +46,7 @@ from mtp_train.train.state import noted_values
 
 def stage(job: Job) -> None:
     fit(job)
-    part()
-
-
-def part() -> None:
-    """End the ranks' process group: no job of this process trains any more."""
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
+    leave()
 
 
 def fit(job: Job) -> None:

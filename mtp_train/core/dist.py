@@ -108,6 +108,15 @@ class Ranks:
         return ranks
 
 
+def leave() -> None:
+    """Leave the process group, if this process is in one.
+
+    To be done before the process ends: threads that still wait for other ranks abort it.
+    """
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
 def launched_ranks() -> Ranks:
     """This process's place, as the launcher (torchrun, accelerate launch) describes it."""
     environment = os.environ
