@@ -25,7 +25,7 @@ from mtp_train.engine.clock import Clock
 from mtp_train.evaluate import stage as measure
 from mtp_train.evaluate.runs import Bench
 from mtp_train.evaluate.sets import PromptSet, answered_set, chat_set, tell, within
-from mtp_train.evaluate.speed import measure_speeds
+from mtp_train.evaluate.speed import measure_speeds, measured_steps
 from mtp_train.evaluate.stage import ANSWERED, EvaluateConfig
 from mtp_train.heads.base import DraftHead
 from mtp_train.models.target import Target
@@ -72,7 +72,7 @@ def _work(job: Job, config: EvaluateConfig) -> Any:
     ranks = job.process.ranks.grouped(job.engine_config.tensor_parallel)
     bench = Bench(job.folder.stage("evaluate") / "completions", ranks, config.seed)
     clock = Clock()
-    evaluation, head, sets = _as_served(job, config, bench, clock)
+    evaluation, head, sets, config = _as_served(job, config, bench, clock)
     if config.lossless_prompts:
         with clock("lossless"):
             evaluation["lossless"] = _lossless(job, config, head, sets, bench)
@@ -88,8 +88,9 @@ def _work(job: Job, config: EvaluateConfig) -> Any:
 
 def _as_served(
     job: Job, config: EvaluateConfig, bench: Bench, clock: Clock
-) -> tuple[dict[str, Any], DraftHead, list[PromptSet]]:
-    """The evaluation without losslessness, head and prompt sets; what was not asked for, or has nothing to be measured
+) -> tuple[dict[str, Any], DraftHead, list[PromptSet], EvaluateConfig]:
+    """The evaluation without losslessness, head, prompt sets, and the configuration with what it needs to know of
+    the machine; what was not asked for, or has nothing to be measured
     on, is empty.
 
     The target that serves is gone when this returns: the one in float32 needs the room.
@@ -98,6 +99,12 @@ def _as_served(
         target = job.target(tensor_parallel=job.engine_config.tensor_parallel)
         head, card = load_head(job.folder.head, target)
         sets = [within(prompts, head.positions) for prompts in _sets(job, config)]
+    with clock("costs"):
+        place = bench.folder.parent / "costs.json"
+        if bench.ranks.main:
+            measured_steps(target, head, sets, config, place)
+        bench.ranks.wait()
+        config = measured_steps(target, head, sets, config, place)
     with clock("acceptance"):
         acceptance = measure.measure_acceptance(
             target, head, sets, config, job.engine_config, bench
@@ -134,7 +141,7 @@ def _as_served(
             job.tokenizer, sets[0], acceptance.greedy[first], config.examples
         ),
     }
-    return evaluation, head, sets
+    return evaluation, head, sets, config
 
 
 def _lossless(

@@ -27,6 +27,7 @@ class SchemeConfig:
         depth: of a tree's deepest draft.
         top_k: children of a draft in a tree; of a dynamic one also the drafts of a level that are read on.
         table: (batch size, drafts) pairs of an adaptive chain with a head that says no confidence.
+        seconds: (batch size, seconds of a step with 0, 1, .. drafts) pairs of one with a head that does.
     """
 
     kind: str = "chain"
@@ -34,6 +35,7 @@ class SchemeConfig:
     depth: int = 3
     top_k: int = 4
     table: tuple[tuple[int, int], ...] = ()
+    seconds: tuple[tuple[int, tuple[float, ...]], ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in SCHEMES:
@@ -58,12 +60,8 @@ def make_proposer(
     target: Target,
     head: DraftHead | None,
     scheme: SchemeConfig,
-    costs: StepCosts | None = None,
 ) -> Proposer:
     """The proposer of a scheme. The head is cast to the target's dtype in place: give a copy where it goes on training.
-
-    Args:
-        costs: of a step, for an adaptive scheme.
 
     Raises:
         UserError: a scheme that needs a head without one, or one that the head can't draft.
@@ -77,5 +75,6 @@ def make_proposer(
     if scheme.kind == "chain":
         return ChainProposer(target, head, scheme.drafts)
     if scheme.kind == "adaptive":
+        costs = StepCosts(dict(scheme.seconds)) if scheme.seconds else None
         return AdaptiveProposer(target, head, scheme.drafts, costs, dict(scheme.table) or None)
     return TreeProposer(target, head, scheme.tree())

@@ -19,9 +19,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from mtp_train.core.progress import progress
+from mtp_train.core.provenance import read_json, write_json
 from mtp_train.engine.engine import Engine, EngineConfig
 from mtp_train.engine.schemes import SchemeConfig, make_proposer
 from mtp_train.engine.sequences import Request
@@ -177,6 +179,27 @@ def measure_speeds(
         "measured": [row for speed in speeds for row in compared(model, speed)],
         "recommended": model.recommended(),
     }
+
+
+def measured_steps(
+    target: Target, head: DraftHead, sets: Sequence[PromptSet], config: EvaluateConfig, path: Path
+) -> EvaluateConfig:
+    """The configuration with what an adaptive scheme must know of this machine; measured once, kept in `path`.
+
+    A file that is there is read: a run that goes on stops its drafts where it did before.
+    """
+    if config.scheme != "adaptive" or head.temperatures is None or config.step_seconds:
+        return config
+    if not path.is_file():
+        lengths = [len(one.prompt) for prompts in sets for one in prompts.requests]
+        cached = round(sum(lengths) / len(lengths)) + config.max_new_tokens // 2
+        with progress(config.cost_repeats + 1, "costs by batch and rows", "round") as bar:
+            costs = measure_costs(
+                target, head, config.cost_batches, cached, config.cost_repeats, notice=bar.update
+            )
+        write_json(path, {str(cost.batch): cost.steps() for cost in costs})
+    found = read_json(path)
+    return replace(config, step_seconds={int(batch): row for batch, row in found.items()})
 
 
 def compared(model: SpeedModel, speed: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -38,9 +38,13 @@ class EvaluateConfig:
     Attributes:
         sets: name -> a source or a list of them (see text.sources.SourceConfig): prompts beside the run's own, whose
             users' turns the target answers one after the other.
-        scheme: how drafts are made: `chain`, a `dynamic` or `fixed` tree, or `ngram` (see engine.schemes).
+        scheme: how drafts are made: `chain`, an `adaptive` one, a `dynamic` or `fixed` tree, or `ngram` (see
+            engine.schemes).
         drafts: drafted tokens per step: k of a chain, the size of a tree.
         depth, top_k: of a tree.
+        drafts_by_batch: of an adaptive chain with a head that says no confidence: batch size -> drafts.
+        step_seconds: of one with a head that does: batch size -> seconds of a step with 0, 1, .. drafts. None:
+            measured.
         max_new_tokens: longest output.
         temperature: of the sampled run beside the greedy one.
         sampled_prompts: prompts per set of the sampled run, a fixed draw from the set; 0 leaves it out.
@@ -63,6 +67,8 @@ class EvaluateConfig:
     drafts: int = 3
     depth: int = 3
     top_k: int = 4
+    drafts_by_batch: dict[int, int] = field(default_factory=dict)
+    step_seconds: dict[int, list[float]] = field(default_factory=dict)
     max_new_tokens: int = 128
     temperature: float = key(1.0, END)
     sampled_prompts: int = key(1000, END)
@@ -102,7 +108,9 @@ class EvaluateConfig:
 
     def drafted(self, drafts: int) -> SchemeConfig:
         """The scheme with so many drafts."""
-        return SchemeConfig(self.scheme, drafts, self.depth, self.top_k)
+        table = tuple(self.drafts_by_batch.items())
+        seconds = tuple((batch, tuple(row)) for batch, row in self.step_seconds.items())
+        return SchemeConfig(self.scheme, drafts, self.depth, self.top_k, table, seconds)
 
     @property
     def grid(self) -> Grid:
