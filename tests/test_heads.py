@@ -63,8 +63,9 @@ def features(target: Target, head: DraftHead, folder: Path, tokens: int = 16) ->
 
 
 def loss_of(head: DraftHead) -> dict[str, float]:
-    """Terms on states are for heads that share the target's lm_head."""
-    return {"kl": 1.0, "smooth_l1": 0.1} if head.own_output() is None else {"kl": 1.0}
+    """Terms on states are for heads that share the target's lm_head, others for those that say how sure they are."""
+    found = {"kl": 1.0, "smooth_l1": 0.1} if head.own_output() is None else {"kl": 1.0}
+    return found if head.temperatures is None else found | {"confidence": 1.0}
 
 
 def card(target: Target, head: DraftHead) -> HeadCard:

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mtp_train.core.errors import UserError
 from mtp_train.losses import reference
 from mtp_train.losses.chunked import ON_DISTRIBUTION, ON_LABELS, LossValues, distill, label_rows
-from mtp_train.losses.terms import TERMS, LossConfig, weighted_loss
+from mtp_train.losses.terms import TERMS, Compared, LossConfig, Term, weighted_loss
+from mtp_train.losses.weights import d_pace, exponential
 
 VOCABULARY_TERMS = [*ON_DISTRIBUTION, *ON_LABELS]
 STATE_TERMS = [name for name, term in TERMS.items() if term.on == "states"]
@@ -255,11 +256,14 @@ def test_a_batch_that_is_masked_wholly_is_not_nan(name: str) -> None:
     of = case(2, 9)
     result = weighted_loss(
         LossConfig({name: 1.0}),
-        of["student"],
-        of["teacher"],
-        of["head"],
+        Compared(
+            of["student"],
+            of["teacher"],
+            of["head"],
+            torch.full((9,), -1),
+            confidence_SN=of["student"].sum(-1),
+        ),
         weight_SN=torch.zeros(2, 9),
-        label_N=torch.full((9,), -1),
     )
     assert float(result.loss.detach()) == 0.0
     assert not gradients(result.loss, of)[0].any()
@@ -514,43 +518,47 @@ def test_terms_on_states_by_hand() -> None:
 
 def test_the_loss_is_its_terms_weighted() -> None:
     of = case(2, 9)
-    weights = dict(zip(TERMS, (0.5, 0.0, 0.1, 0.2, 0.3, 0.4, 0.25, 0.6, 0.7, 0.8), strict=True))
+    factors = (0.5, 0.0, 0.1, 0.2, 0.15, 0.3, 0.4, 0.25, 0.6, 0.7, 0.8, 0.35)
+    weights = dict(zip(TERMS, factors, strict=True))
+    said_SN = of["student"].sum(-1)
     result = weighted_loss(
         LossConfig(weights, lk_eta=1.5),
-        of["student"],
-        of["teacher"],
-        of["head"],
+        Compared(of["student"], of["teacher"], of["head"], of["label"], confidence_SN=said_SN),
         weight_SN=of["weight"],
-        label_N=of["label"],
     )
-    slow = {name: plain(of, name) for name in VOCABULARY_TERMS}
+    slow = {name: plain(of, name) for name in (*VOCABULARY_TERMS, "l1")}
     slow["lk"] = plain(of, "lk", eta=1.5)
+    slow["confidence"] = reference.confidence(said_SN.float(), slow["tv"])
     slow |= {name: TERMS[name].reference(of["student"], of["teacher"]) for name in STATE_TERMS}
     assert result.terms.keys() == set(TERMS) - {"reverse_kl"}, "zero is off"
     expected = sum((weights[name] * slow[name] * of["weight"]).sum() for name in TERMS)
     assert isinstance(expected, Tensor)
-    torch.testing.assert_close(result.loss, expected, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(gradients(result.loss, of), gradients(expected, of))
+    torch.testing.assert_close(result.loss, expected, rtol=1e-6, atol=1e-6)
+    found, wanted = gradients(result.loss, of), gradients(expected, of)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_states_of_unequal_width_are_not_compared() -> None:
     of = case(2, 9, "own")
-    more = {"weight_SN": of["weight"], "student_head": of["student_head"]}
-    states = of["student"], of["teacher"], of["head"]
-    weighted_loss(LossConfig({"kl": 1.0}), *states, **more).loss.backward()
+    more = {"weight_SN": of["weight"]}
+    states = Compared(of["student"], of["teacher"], of["head"], student_head=of["student_head"])
+    weighted_loss(LossConfig({"kl": 1.0}), states, **more).loss.backward()
     assert of["student"].grad.any()
     with pytest.raises(UserError, match=r"equal width; received \(5, 8\)"):
-        weighted_loss(LossConfig({"kl": 1.0, "l2": 0.1}), *states, **more)
+        weighted_loss(LossConfig({"kl": 1.0, "l2": 0.1}), states, **more)
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"weights": {"kl": 1.0, "kld": 1.0}}, "among kl, reverse_kl, .*cosine; received kld"),
+        ({"weights": {"kl": 1.0, "kld": 1.0}}, "among kl, reverse_kl, .*confidence; received kld"),
         ({"weights": {"kl": -1.0}}, "0 or more"),
         ({"weights": {"kl": 0.0}}, "one above 0"),
         ({"lk_eta": -1.0}, "lk_eta"),
-        ({"step_weights": "linear"}, "geometric, fastmtp, uniform; received linear"),
+        (
+            {"step_weights": "linear"},
+            "geometric, fastmtp, uniform, exponential, d_pace; received linear",
+        ),
         ({"mean_over": "packs"}, "tokens, sequences; received packs"),
         ({"decay": 0.0}, "decay"),
     ],
@@ -558,3 +566,175 @@ def test_states_of_unequal_width_are_not_compared() -> None:
 def test_a_loss_configuration_out_of_range_is_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         LossConfig(**config)
+
+
+# --- chains, low ranks, confidence, terms without a fused form ------------------------------------------------
+
+
+def test_a_teacher_per_step_is_as_many_goals_of_one_step() -> None:
+    """Values, and gradients by states and the own matrix, beside the slow equation of each step alone."""
+    of = case(3, 7, "own")
+    generator = torch.Generator().manual_seed(3)
+    teacher_SND = torch.randn(3, 7, 8, generator=generator, dtype=torch.float64)
+    label_SN = torch.randint(-1, 61, (3, 7), generator=generator)
+    weights = {"kl": 0.5, "hard_ce": 0.3, "l1": 0.2}
+    result = weighted_loss(
+        LossConfig(weights),
+        Compared(of["student"], teacher_SND, of["head"], label_SN, of["student_head"]),
+        weight_SN=of["weight"],
+        measure=True,
+        chunk=CHUNK,
+    )
+    assert result.alpha_SN.shape == result.agree_SN.shape == result.terms["kl"].shape == (3, 7)
+    total = torch.zeros((), dtype=torch.float64)
+    for step in range(3):
+        own = of["student_head"]
+        one = of["student"][step : step + 1], teacher_SND[step], of["head"], own
+        values = {
+            "kl": reference.kl(*one),
+            "l1": reference.l1(*one),
+            "hard_ce": reference.hard_ce(one[0], of["head"], label_SN[step], own),
+        }
+        for name, value_1N in values.items():
+            torch.testing.assert_close(result.terms[name][step], value_1N[0].detach())
+            total = total + weights[name] * (value_1N[0] * of["weight"][step]).sum()
+    torch.testing.assert_close(result.loss, total)
+    torch.testing.assert_close(gradients(result.loss, of), gradients(total, of))
+
+
+def test_a_low_rank_adds_to_the_students_logits() -> None:
+    of = case(2, 9)
+    generator = torch.Generator().manual_seed(4)
+    read = torch.randn(2, 9, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+    matrix = torch.randn(61, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+    compared = Compared(of["student"], of["teacher"], of["head"], of["label"], bias=(read, matrix))
+    result = weighted_loss(LossConfig({"kl": 1.0}), compared, weight_SN=of["weight"], chunk=CHUNK)
+    logits = of["student"] @ of["head"].T + read @ matrix.T
+    log_p = torch.log_softmax(of["teacher"] @ of["head"].T, -1)
+    kl_SN = (log_p.exp() * (log_p - torch.log_softmax(logits, -1))).sum(-1)
+    expected = (kl_SN * of["weight"]).sum()
+    torch.testing.assert_close(result.loss, expected)
+    inputs = (of["student"], read, matrix)
+    torch.testing.assert_close(
+        torch.autograd.grad(result.loss, inputs), torch.autograd.grad(expected, inputs)
+    )
+
+
+def test_a_confidence_is_held_against_the_chance_of_acceptance() -> None:
+    of = case(2, 9)
+    said = torch.zeros(2, 9, requires_grad=True)
+    compared = Compared(of["student"], of["teacher"], of["head"], confidence_SN=said)
+    result = weighted_loss(
+        LossConfig({"confidence": 1.0}), compared, weight_SN=of["weight"], measure=True
+    )
+    (gradient,) = torch.autograd.grad(result.loss, said)
+    torch.testing.assert_close(
+        gradient, ((0.5 - result.alpha_SN) * of["weight"]).float(), atol=1e-6, rtol=1e-5
+    )
+    with pytest.raises(UserError, match=r"heads that say how sure they are; .*train\.loss\.confid"):
+        weighted_loss(
+            LossConfig({"confidence": 1.0}),
+            Compared(of["student"], of["teacher"], of["head"]),
+            weight_SN=of["weight"],
+        )
+
+
+def slow_d_pace(chance: dict[int, list[float]]) -> dict[int, list[float]]:
+    """By chain: the weights of its steps, each product and sum written out."""
+    found = {}
+    for chain, q in chance.items():
+        s = [0.5 * one + 0.5 for one in q]
+        reached = [math.prod(s[: j + 1]) for j in range(len(s))]
+        scale = len(s) * (len(s) + 1) / 2
+        found[chain] = [sum(reached[k:]) / scale for k in range(len(s))]
+    return found
+
+
+@pytest.mark.parametrize("layout", ["chains", "blocks"])
+def test_d_paces_weights_are_the_slow_ones(layout: str) -> None:
+    """Chains: goal g's step s belongs to the chain of row g - 1 - s. Blocks: every column is a chain."""
+    generator = torch.Generator().manual_seed(0)
+    chance_SN = torch.rand(3, 8, generator=generator)
+    goal = torch.arange(8)
+    start_SN = torch.stack([goal - 1 - step if layout == "chains" else goal for step in range(3)])
+    valid_SN = start_SN >= 0
+    found_SN = d_pace(chance_SN, start_SN.clamp(min=0), valid_SN)
+    chance: dict[int, list[float]] = {}
+    for chain in range(8):
+        chance[chain] = [0.0] * 3
+        for step in range(3):
+            column = (start_SN[step] == chain).nonzero()
+            if len(column):
+                chance[chain][step] = float(chance_SN[step, column[0, 0]])
+    slow = slow_d_pace(chance)
+    for step in range(3):
+        for column in range(8):
+            if valid_SN[step, column]:
+                chain = int(start_SN[step, column])
+                assert float(found_SN[step, column]) == pytest.approx(slow[chain][step], rel=1e-5)
+
+
+def test_d_pace_weighs_a_loss_by_the_students_own_chances() -> None:
+    of = case(3, 9)
+    start_SN = torch.arange(9).expand(3, -1)
+    valid_SN = torch.ones(3, 9, dtype=torch.bool)
+    config = LossConfig({"hard_ce": 1.0}, step_weights="d_pace")
+    compared = Compared(of["student"], of["teacher"], of["head"], of["label"])
+    result = weighted_loss(
+        config, compared, weight_SN=of["weight"], start_SN=start_SN, valid_SN=valid_SN
+    )
+    ce_SN = plain(of, "hard_ce")
+    chance_SN = torch.exp(-ce_SN).detach() * (of["label"] >= 0)
+    weight_SN = of["weight"] * d_pace(chance_SN, start_SN, valid_SN)
+    expected = (ce_SN * weight_SN).sum()
+    torch.testing.assert_close(result.loss, expected)
+    torch.testing.assert_close(gradients(result.loss, of), gradients(expected, of))
+
+
+def test_exponential_weights_by_hand() -> None:
+    whole = 1 + math.exp(-0.25) + math.exp(-0.5)
+    assert exponential(3, 4.0).tolist() == pytest.approx(
+        [1 / whole, math.exp(-0.25) / whole, math.exp(-0.5) / whole]
+    )
+    with pytest.raises(UserError, match="gamma"):
+        LossConfig(step_weights="exponential", gamma=0.0)
+
+
+def hellinger(
+    student: Tensor, teacher: Tensor, head: Tensor, own: Tensor | None, cap: float | None
+) -> Tensor:
+    """A term that nobody has fused."""
+    log_p, log_q = reference.log_probabilities(student, teacher, head, own, cap)
+    return 1 - torch.exp((log_p + log_q) / 2).sum(-1)
+
+
+@pytest.mark.parametrize("head", ["shared", "own"])
+def test_a_term_that_has_only_its_definition_runs_by_autograd(
+    head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside fused ones; no tensor is larger than a chunk's logits."""
+    monkeypatch.setitem(TERMS, "hellinger", Term("distribution", hellinger))
+    of = case(2, 60, head)
+    config = LossConfig({"kl": 0.4, "hellinger": 0.6})
+    compared = Compared(of["student"], of["teacher"], of["head"], student_head=of["student_head"])
+    with Largest() as seen:
+        result = weighted_loss(config, compared, weight_SN=of["weight"], chunk=CHUNK)
+        found = gradients(result.loss, of)
+    assert seen.elements < 1000 < 2 * 60 * 61 / 4
+    slow = hellinger(of["student"], of["teacher"], of["head"], of["student_head"], None)
+    expected = ((0.4 * plain(of, "kl") + 0.6 * slow) * of["weight"]).sum()
+    torch.testing.assert_close(result.loss, expected)
+    torch.testing.assert_close(found, gradients(expected, of))
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the most elements that any tensor had."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out

@@ -72,6 +72,9 @@ class DSparkHead(DFlashHead):
     first_slot: ClassVar[int] = 0
 
     def __init__(self, target: Target, config: DSparkConfig) -> None:
+        if target.logit_softcap is not None:
+            rule = "a dspark head adds to logits, which its target must not cap"
+            raise UserError(rule, f"a cap of {target.logit_softcap}", "use head=dflash")
         super().__init__(target, config)
         self.markov_head = MarkovHead(target.vocab_size, config.markov_rank)
         self.confidence_head = ConfidenceHead(target.hidden_size + config.markov_rank)

@@ -21,7 +21,7 @@ output matrix is its own), V vocabulary (or the part of it that the matrices hol
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,7 @@ def distill(
     lk_eta: float = 3.0,
     softcap: float | None = None,
     measure: bool = False,
+    report: Sequence[str] = (),
     chunk: int = CHUNK,
 ) -> LossValues:
     """sum over steps and goals of weight_SN * sum_k weights[k] * term_k, with gradients to states and student head.
@@ -76,9 +77,11 @@ def distill(
             flow to it, summed in float32. By default the frozen lm_head.
         softcap: of the target's logits; a head's own output matrix has none.
         measure: compute alpha and kl too.
+        report: terms whose values are wanted without a weight.
     """
     chosen = {name: float(value) for name, value in weights.items() if value}
-    plan = _Plan(chosen, lk_eta, softcap, measure)
+    unweighted = tuple(name for name in report if name not in chosen)
+    plan = _Plan(chosen, lk_eta, softcap, measure, unweighted)
     assert plan.weights.keys() <= {*ON_DISTRIBUTION, *ON_LABELS}, plan.weights
     assert label_N is not None or "hard_ce" not in plan.weights, "hard_ce needs labels"
     if label_N is None:
@@ -106,14 +109,15 @@ class _Plan:
     eta: float
     softcap: float | None
     measure: bool
+    unweighted: tuple[str, ...] = ()  # terms whose values are wanted all the same
 
     @property
     def reported(self) -> tuple[str, ...]:
-        extra = ("kl",) if self.measure and "kl" not in self.weights else ()
-        return (*self.weights, *extra)
+        extra = ("kl",) if self.measure else ()
+        return tuple(dict.fromkeys((*self.weights, *self.unweighted, *extra)))
 
     def any(self, *names: str) -> bool:
-        return any(name in self.weights for name in names)
+        return any(name in self.weights or name in self.unweighted for name in names)
 
     @property
     def target(self) -> bool:
@@ -135,7 +139,8 @@ class _Plan:
     @property
     def plain(self) -> bool:
         """Is the gradient a multiple of q - p?"""
-        return not self.any("reverse_kl", "tv", "nla", "lk", "hard_ce")
+        others = ("reverse_kl", "tv", "nla", "lk", "hard_ce")
+        return not any(name in self.weights for name in others)
 
     @property
     def pull(self) -> float:

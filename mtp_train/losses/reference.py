@@ -99,6 +99,18 @@ def tv(
     return 1 - alpha(student_SNE, teacher_ND, head_VD, student_head, softcap)
 
 
+def l1(
+    student_SNE: Tensor,
+    teacher_ND: Tensor,
+    head_VD: Tensor,
+    student_head: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """sum_x |q - p| per step and goal [S, N]: twice total variation (DSpark, arXiv 2607.05147)."""
+    log_p, log_q = log_probabilities(student_SNE, teacher_ND, head_VD, student_head, softcap)
+    return (log_q.exp() - log_p.exp()).abs().sum(-1)
+
+
 def nla(
     student_SNE: Tensor,
     teacher_ND: Tensor,
@@ -144,6 +156,17 @@ def hard_ce(
     log_q = torch.log_softmax(_logits(student_SNE, head_VD, student_head, softcap), dim=-1)
     index_SN1 = label_N.clamp(min=0).expand(student_SNE.shape[:2]).unsqueeze(-1)
     return -log_q.gather(-1, index_SN1).squeeze(-1) * (label_N >= 0)
+
+
+# --- on the head's confidence ---------------------------------------------------------------------------------
+
+
+def confidence(confidence_SN: Tensor, tv_SN: Tensor) -> Tensor:
+    """Binary cross-entropy of sigmoid(confidence) with the chance of acceptance 1 - TV, [S, N] (DSpark)."""
+    chance_SN = (1 - tv_SN).detach().to(confidence_SN.dtype)
+    return functional.binary_cross_entropy_with_logits(
+        confidence_SN, chance_SN.clamp(0, 1), reduction="none"
+    )
 
 
 # --- not a loss -----------------------------------------------------------------------------------------------

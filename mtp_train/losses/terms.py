@@ -2,42 +2,53 @@
 
 Knows no head, no target class and no data: states, matrices and weights of goals come from the caller.
 
-Shapes: N goals, S draft steps, D the target's width, E the head's width, V vocabulary.
+Shapes: N goals, S draft steps, C goals of a chunk, D the target's width, E the head's width, V vocabulary, R rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from mtp_train.core.errors import UserError
 from mtp_train.losses import reference
 from mtp_train.losses.chunked import CHUNK, LossValues, distill
-from mtp_train.losses.weights import MEANS, step_weights
+from mtp_train.losses.weights import D_PACE, MEANS, d_pace, step_weights
 
 
 @dataclass(frozen=True)
 class Term:
-    """A loss term: what it compares, and its definition."""
+    """A loss term: what it compares, and its definition.
 
-    on: str  # states, distribution (the target's) or labels
+    Attributes:
+        on: states, distribution (the target's), labels, or confidence (the head's own).
+        fused: the name in `chunked` that computes it, and how many times as large it is; none: the definition is
+            differentiated chunk by chunk.
+    """
+
+    on: str
     reference: Callable[..., Tensor]
+    fused: tuple[str, float] | None = None
 
 
 TERMS = {
-    "kl": Term("distribution", reference.kl),
-    "reverse_kl": Term("distribution", reference.reverse_kl),
-    "soft_ce": Term("distribution", reference.soft_ce),
-    "tv": Term("distribution", reference.tv),
-    "nla": Term("distribution", reference.nla),
-    "lk": Term("distribution", reference.lk),
-    "hard_ce": Term("labels", reference.hard_ce),
+    "kl": Term("distribution", reference.kl, ("kl", 1.0)),
+    "reverse_kl": Term("distribution", reference.reverse_kl, ("reverse_kl", 1.0)),
+    "soft_ce": Term("distribution", reference.soft_ce, ("soft_ce", 1.0)),
+    "tv": Term("distribution", reference.tv, ("tv", 1.0)),
+    "l1": Term("distribution", reference.l1, ("tv", 2.0)),
+    "nla": Term("distribution", reference.nla, ("nla", 1.0)),
+    "lk": Term("distribution", reference.lk, ("lk", 1.0)),
+    "hard_ce": Term("labels", reference.hard_ce, ("hard_ce", 1.0)),
     "smooth_l1": Term("states", reference.smooth_l1),
     "l2": Term("states", reference.l2),
     "cosine": Term("states", reference.cosine),
+    "confidence": Term("confidence", reference.confidence),
 }
 
 
@@ -52,7 +63,7 @@ class LossConfig:
     Attributes:
         weights: by the names of TERMS; 0 is off.
         lk_eta: how fast `lk` turns from KL to total variation as acceptance grows.
-        step_weights, decay: weights of draft steps (see `weights.step_weights`).
+        step_weights, decay, gamma: weights of draft steps (see `weights.step_weights` and `weights.d_pace`).
         mean_over: tokens, or sequences: each goal counts the same, or each sequence.
     """
 
@@ -61,6 +72,7 @@ class LossConfig:
     step_weights: str = "geometric"
     decay: float = 0.7
     mean_over: str = "tokens"
+    gamma: float = 4.0
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.weights) - set(TERMS))
@@ -76,7 +88,7 @@ class LossConfig:
             raise UserError(
                 "loss.mean_over must be one of " + ", ".join(MEANS), self.mean_over, "choose one"
             )
-        step_weights(self.step_weights, 1, self.decay)
+        step_weights(self.step_weights, 1, self.decay, self.gamma)
 
     def enabled(self, *on: str) -> dict[str, float]:
         """The weights above 0: all of them, or those of terms on states, distribution or labels."""
@@ -88,48 +100,190 @@ class LossConfig:
 
     def step_weight(self, steps: int) -> Tensor:
         """Weights of draft steps [S]."""
-        return step_weights(self.step_weights, steps, self.decay)
+        return step_weights(self.step_weights, steps, self.decay, self.gamma)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What a loss compares.
+
+    Attributes:
+        student: what the head's lm_head reads [S, N, E].
+        teacher: the target's states at the goals, [N, D] for every step alike, or [S, N, D].
+        head_VD: the frozen lm_head, or its rows of a part of the vocabulary.
+        label: int64, rows of that matrix, -1 where the label is none of them: [N] or [S, N].
+        student_head: the head's own output matrix, as `chunked.distill` has it.
+        bias: (read [S, N, R], matrix [V, R]) of a low rank, whose product is added to the student's logits.
+        confidence_SN: the head's logit of a draft's chance.
+        softcap: of the target's logits.
+    """
+
+    student: Tensor
+    teacher: Tensor
+    head_VD: Tensor
+    label: Tensor | None = None
+    student_head: Tensor | None = None
+    bias: tuple[Tensor, Tensor] | None = None
+    confidence_SN: Tensor | None = None
+    softcap: float | None = None
+
+    def with_bias(self) -> tuple[Tensor, Tensor | None]:
+        """Student and output matrix, the low rank beside them: one product gives the sum."""
+        if self.bias is None:
+            return self.student, self.student_head
+        assert self.softcap is None, "a cap belongs to logits without a bias"
+        read_SNR, matrix_VR = self.bias
+        own = self.head_VD if self.student_head is None else self.student_head
+        joined = torch.cat([own.to(matrix_VR.dtype), matrix_VR], dim=-1)
+        return torch.cat([self.student, read_SNR.to(self.student.dtype)], dim=-1), joined
+
+    @property
+    def flat(self) -> Compared:
+        """The same comparison as one step of S * N goals, where each step has goals of its own."""
+        if self.teacher.ndim == 2:
+            return self
+        bias = self.bias and (self.bias[0].flatten(0, 1).unsqueeze(0), self.bias[1])
+        return replace(
+            self,
+            student=self.student.flatten(0, 1).unsqueeze(0),
+            teacher=self.teacher.flatten(0, 1),
+            label=None if self.label is None else self.label.flatten(),
+            bias=bias,
+            confidence_SN=None if self.confidence_SN is None else self.confidence_SN.reshape(1, -1),
+        )
 
 
 def weighted_loss(
     config: LossConfig,
-    student_SNE: Tensor,
-    teacher_ND: Tensor,
-    head_VD: Tensor,
+    of: Compared,
     *,
     weight_SN: Tensor,
-    label_N: Tensor | None = None,
-    student_head: Tensor | None = None,
-    softcap: float | None = None,
+    start_SN: Tensor | None = None,
+    valid_SN: Tensor | None = None,
     measure: bool = False,
     chunk: int = CHUNK,
 ) -> LossValues:
-    """Sum of weight_SN * sum_k weight_k term_k over steps and goals; arguments as `chunked.distill` has them.
+    """Sum of weight_SN * sum_k weight_k term_k over steps and goals.
 
-    Divide by the global `weights.denominator`. Raises UserError where a term compares states of unequal width.
+    Divide by the global `weights.denominator`.
+
+    Args:
+        start_SN, valid_SN: which chain each value belongs to, if any: for the weights of D-PACE, which cost a second
+            projection of the student's states.
+
+    Raises:
+        UserError: a term compares states of unequal width, or a confidence that the head has not.
     """
-    values = distill(
-        student_SNE,
-        teacher_ND,
-        head_VD,
-        config.enabled("distribution", "labels"),
-        weight_SN=weight_SN,
-        label_N=label_N,
-        student_head=student_head,
-        lk_eta=config.lk_eta,
-        softcap=softcap,
-        measure=measure,
+    flat, shape = of.flat, of.student.shape[:2]
+    if config.step_weights == D_PACE:
+        assert start_SN is not None and valid_SN is not None, "D-PACE weighs chains"
+        chance_SN = label_chances(flat, chunk).reshape(shape)
+        weight_SN = weight_SN * d_pace(chance_SN, start_SN, valid_SN)
+    values = _weighted(config, flat, weight_SN.reshape(flat.student.shape[:2]), measure, chunk)
+    return replace(
+        values,
+        terms={name: value.reshape(shape) for name, value in values.terms.items()},
+        alpha_SN=values.alpha_SN.reshape(shape),
+        agree_SN=values.agree_SN.reshape(shape),
+    )
+
+
+@torch.no_grad()
+def label_chances(of: Compared, chunk: int = CHUNK) -> Tensor:
+    """The student's chance of each label [S, N]; 0 of one that is not among the rows."""
+    student, own = of.with_bias()
+    found = distill(
+        student.detach(),
+        of.teacher,
+        of.head_VD,
+        {"hard_ce": 1.0},
+        label_N=of.label,
+        student_head=own,
+        softcap=of.softcap,
         chunk=chunk,
     )
-    loss, terms = values.loss, dict(values.terms)
-    on_states = config.enabled("states")
-    if on_states and student_SNE.shape[-1] != teacher_ND.shape[-1]:
-        widths = (student_SNE.shape[-1], teacher_ND.shape[-1])
-        rule = f"{', '.join(on_states)} compare states of equal width"
-        raise UserError(rule, widths, "set these weights to 0")
-    teacher = teacher_ND.to(torch.promote_types(teacher_ND.dtype, student_SNE.dtype))
-    for name, weight in on_states.items():
-        value_SN = TERMS[name].reference(student_SNE, teacher)
+    assert of.label is not None, "a chance is of a label"
+    return torch.exp(-found.terms["hard_ce"]) * (of.label >= 0)
+
+
+def _weighted(
+    config: LossConfig, of: Compared, weight_SN: Tensor, measure: bool, chunk: int
+) -> LossValues:
+    weights = config.enabled("distribution", "labels")
+    known = {name: TERMS[name].fused for name in weights}
+    fused: dict[str, float] = {}
+    for name, twin in known.items():
+        if twin is not None:
+            fused[twin[0]] = fused.get(twin[0], 0.0) + twin[1] * weights[name]
+    sure = config.enabled("confidence")
+    student, own = of.with_bias()
+    values = distill(
+        student,
+        of.teacher,
+        of.head_VD,
+        fused,
+        weight_SN=weight_SN,
+        label_N=of.label,
+        student_head=own,
+        lk_eta=config.lk_eta,
+        softcap=of.softcap,
+        measure=measure,
+        report=("tv",) if sure else (),
+        chunk=chunk,
+    )
+    loss, found = values.loss, values.terms
+    terms = {name: twin[1] * found[twin[0]] for name, twin in known.items() if twin is not None}
+    terms |= {"kl": found["kl"]} if "kl" in found else {}
+    for name in (name for name, twin in known.items() if twin is None):
+        terms[name], part = by_autograd(TERMS[name], of, weight_SN, chunk)
+        loss = loss + weights[name] * part
+    for name, value_SN in _on_states(config, of).items():
+        loss = loss + config.weights[name] * (value_SN * weight_SN).sum()
+        terms[name] = value_SN.detach()
+    for name, weight in sure.items():
+        if of.confidence_SN is None:
+            rule = f"{name} is a loss of heads that say how sure they are"
+            raise UserError(rule, "a head that does not", f"set train.loss.{name} to 0")
+        value_SN = TERMS[name].reference(of.confidence_SN.float(), found["tv"])
         loss = loss + weight * (value_SN * weight_SN).sum()
         terms[name] = value_SN.detach()
     return replace(values, loss=loss, terms=terms)
+
+
+def _on_states(config: LossConfig, of: Compared) -> dict[str, Tensor]:
+    enabled = config.enabled("states")
+    student, teacher = of.student, of.teacher
+    if enabled and student.shape[-1] != teacher.shape[-1]:
+        rule = f"{', '.join(enabled)} compare states of equal width"
+        raise UserError(rule, (student.shape[-1], teacher.shape[-1]), "set these weights to 0")
+    teacher = teacher.to(torch.promote_types(teacher.dtype, student.dtype))
+    return {name: TERMS[name].reference(student, teacher) for name in enabled}
+
+
+def by_autograd(
+    term: Term, of: Compared, weight_SN: Tensor, chunk: int = CHUNK
+) -> tuple[Tensor, Tensor]:
+    """A term by its definition, a chunk of goals at a time: its values [S, N], and their weighted sum with gradients.
+
+    A chunk is computed again in the backward pass, so that logits of one exist at a time.
+    """
+    student, own = of.with_bias()
+    frozen = of.head_VD
+
+    def value(student_SCE: Tensor, own: Tensor | None, teacher: Tensor, label: Any) -> Tensor:
+        if term.on == "labels":
+            return term.reference(student_SCE, frozen.to(student_SCE.dtype), label, own, of.softcap)
+        teacher, rows = teacher.to(student_SCE.dtype), frozen.to(student_SCE.dtype)
+        return term.reference(student_SCE, teacher, rows, own, of.softcap)
+
+    found: list[Tensor] = []
+    total = student.new_zeros(())
+    for first in range(0, student.shape[1], chunk):
+        part = slice(first, first + chunk)
+        label = None if of.label is None else of.label[part]
+        value_SC = checkpoint(
+            value, student[:, part], own, of.teacher[part], label, use_reentrant=False
+        )
+        total = total + (value_SC * weight_SN[:, part]).sum()
+        found.append(value_SC.detach())
+    return (torch.cat(found, dim=1) if found else torch.zeros_like(weight_SN)), total

@@ -24,7 +24,8 @@ class TrainConfig:
         accumulation: packs per rank and optimiser step.
         parallel: how several ranks share the head (`train.parallel`): ddp, fsdp2, zero1, zero2 or zero3.
         rollout_steps: draft steps trained: step 1 on the target's states, later ones on the head's own.
-        step_weights, decay: geometric (each step `decay` times the one before it), fastmtp or uniform.
+        step_weights, decay, gamma: geometric (each step `decay` times the one before it), fastmtp, uniform, exponential
+            (exp(-s / gamma)) or d_pace (by how far each chain gets).
         loss: weights of loss terms by name (`losses.terms.TERMS`); 0 is off.
         lk_eta: the term `lk`'s own parameter.
         mean_over: tokens, or sequences: each trained token counts the same, or each sequence.
@@ -52,6 +53,7 @@ class TrainConfig:
     loss: dict[str, float] = field(default_factory=default_weights)
     lk_eta: float = 3.0
     mean_over: str = "tokens"
+    gamma: float = 4.0
     loss_vocabulary: int = 0
     warm_start: str = key("", NOTHING)  # its content counts
     learning_rate: float = key(1e-3, STEPS)
@@ -118,4 +120,6 @@ class TrainConfig:
             raise UserError("train.explode must be above 1, or 0", self.explode, "use 10")
 
     def losses(self) -> LossConfig:
-        return LossConfig(self.loss, self.lk_eta, self.step_weights, self.decay, self.mean_over)
+        return LossConfig(
+            self.loss, self.lk_eta, self.step_weights, self.decay, self.mean_over, self.gamma
+        )

@@ -18,7 +18,7 @@ from mtp_train.batches.pack import Pack
 from mtp_train.heads.base import DraftHead
 from mtp_train.losses.chunked import LossValues, label_rows
 from mtp_train.losses.part import part_acceptance
-from mtp_train.losses.terms import LossConfig, weighted_loss
+from mtp_train.losses.terms import Compared, LossConfig, weighted_loss
 from mtp_train.losses.weights import goal_weights
 from mtp_train.models.target import Target
 
@@ -83,25 +83,25 @@ class RolloutModule(nn.Module):
         teacher = pack.states[target.state][aligned.goal]
         part = None if measure and self.head.vocabulary is None else self._vocabulary
         own = self._own_output(part, steps)
-        label, weight_SN = aligned.label, self._weights(aligned, pack)
-        if found.bias is not None:
-            before_SNR, matrix_VR = found.bias
-            rows = self._whole if part is None else self._part
-            added = matrix_VR if part is None else matrix_VR[part]
-            student = torch.cat([student, before_SNR.float()], dim=-1)
-            own = torch.cat([rows.to(added.dtype), added], dim=1)
-        if aligned.goal.ndim == 2:
-            student, weight_SN = student.flatten(0, 1).unsqueeze(0), weight_SN.reshape(1, -1)
-            teacher, label = teacher.flatten(0, 1), label.flatten()
-        values = weighted_loss(
-            self.loss,
+        bias = found.bias
+        if bias is not None and part is not None:
+            bias = bias[0], bias[1][part]
+        compared = Compared(
             student,
             teacher,
             self._whole if part is None else self._part,
-            weight_SN=weight_SN,
-            label_N=label if part is None else label_rows(label, part),
-            student_head=own,
-            softcap=target.logit_softcap,
+            aligned.label if part is None else label_rows(aligned.label, part),
+            own,
+            bias,
+            found.confidence_SN,
+            target.logit_softcap,
+        )
+        values = weighted_loss(
+            self.loss,
+            compared,
+            weight_SN=self._weights(aligned, pack),
+            start_SN=aligned.source_SN,
+            valid_SN=aligned.valid_SN,
             measure=measure,
         )
         if measure and part is not None and own is not None:  # the head's own part
@@ -109,14 +109,6 @@ class RolloutModule(nn.Module):
                 student, teacher, self._whole, own, part, target.logit_softcap
             )
             values = replace(values, alpha_SN=alpha_SN, agree_SN=agree_SN)
-        if aligned.goal.ndim == 2:
-            shape = aligned.valid_SN.shape
-            values = replace(
-                values,
-                terms={name: value.reshape(shape) for name, value in values.terms.items()},
-                alpha_SN=values.alpha_SN.reshape(shape),
-                agree_SN=values.agree_SN.reshape(shape),
-            )
         return PackLoss(values, aligned, found.confidence_SN)
 
     def _own_output(self, part: Tensor | None, steps: int) -> Tensor | None:
