@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -425,6 +426,55 @@ def test_a_journal_holds_offsets_and_drops_what_is_damaged(tmp_path: Path) -> No
     assert journal.finishes == {"stop": 4}
     journal.close()
     assert path.read_bytes().count(b"\n") == 6 and path.read_bytes().endswith(b"\n")
+
+
+def test_a_changed_byte_of_a_valid_line_is_no_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every place of a line that stays JSON with its bit flipped; a line without a checksum is an earlier version's."""
+    path = tmp_path / "a.journal"
+    row = {"id": "a", "finish": "stop", "output_ids": [17, 4, 205], "text": "yes, 12"}
+    journal = Journal(path)
+    journal.append(row)
+    journal.close()
+    whole = path.read_bytes()
+    body = whole.index(b', "check"')
+    taken, damaged = 0, 0
+    for place in range(body):
+        changed = bytearray(whole)
+        changed[place] ^= 1
+        path.write_bytes(bytes(changed))
+        journal = Journal(path)
+        damaged += not len(journal)
+        taken += len(journal)
+        journal.close()
+    assert (taken, damaged) == (0, body)
+    assert "1 damaged lines; what they held is made again" in capsys.readouterr().err
+    path.write_bytes(json.dumps(row).encode() + b"\n")
+    journal = Journal(path)
+    assert journal.row("a") == row
+    journal.close()
+
+
+@pytest.mark.parametrize("damaged", range(12))
+def test_an_answer_whose_byte_changed_is_given_again(
+    lively: Target, tmp_path: Path, damaged: int
+) -> None:
+    """Also a middle turn of a conversation whose later turns are there."""
+    config = chats(tmp_path)
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    unbroken = answer(config, whole, lively)
+    lines = whole.read_bytes().splitlines(keepends=True)
+    digit = re.search(rb'"output_ids": \[(\d)', lines[damaged])
+    assert digit
+    at = digit.start(1)
+    lines[damaged] = (
+        lines[damaged][:at] + (b"1" if digit[1] != b"1" else b"2") + lines[damaged][at + 1 :]
+    )
+    out.with_suffix(".journal").write_bytes(b"".join(lines[:-1]))
+    again = answer(config, out, lively)
+    assert out.read_bytes() == whole.read_bytes()
+    assert again == unbroken
 
 
 def test_lines_beyond_python_are_refused_not_raised(tmp_path: Path) -> None:

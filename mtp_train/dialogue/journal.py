@@ -1,18 +1,26 @@
 """Answers on disk while a set is being answered: one line each, found by key. Knows not what they say.
 
-A line is whole or it is not there: what a kill cut short is dropped when the journal is opened again. Memory holds a
-key and an offset per answer, never the answers.
+A line is whole or it is not there: what a kill cut short is dropped when the journal is opened again. Each line ends
+with a checksum of what stands before it, so that a byte that changed on disk is no answer: its key is answered again.
+Lines without one, as earlier versions wrote them, are taken as they are. Memory holds a key and an offset per answer,
+never the answers.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mtp_train.core.owned import move_file
+from mtp_train.core.progress import say
+
+CHECK = "check"
+SEALED = re.compile(rb'(?P<body>.*), "check": "(?P<sum>[0-9a-f]{8})"}\n', re.DOTALL)
 
 
 class Journal:
@@ -43,7 +51,7 @@ class Journal:
         return iter(self._offsets)
 
     def append(self, row: dict[str, Any]) -> None:
-        line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
+        line = sealed(row)
         self._note(row, self._end)
         self._file.write(line)
         self._file.flush()
@@ -54,7 +62,7 @@ class Journal:
         return self._file.readline()
 
     def row(self, key: str) -> dict[str, Any]:
-        return dict(json.loads(self.line(key)))
+        return read_row(self.line(key))
 
     def close(self) -> None:
         self._file.close()
@@ -62,7 +70,7 @@ class Journal:
     def _scan(self) -> int:
         """Index the rows that are there; returns where the next one goes."""
         self._file.seek(0)
-        offset = 0
+        offset = damaged = 0
         for line in self._file:
             if not line.endswith(b"\n"):
                 self._file.truncate(offset)
@@ -70,7 +78,10 @@ class Journal:
             row = _parse(line)
             if row is not None:
                 self._note(row, offset)
+            damaged += row is None
             offset += len(line)
+        if damaged:
+            say(f"{self.path}: {damaged} damaged lines; what they held is made again")
         return offset
 
     def _note(self, row: dict[str, Any], offset: int) -> None:
@@ -78,8 +89,24 @@ class Journal:
         self.finishes[row["finish"]] += 1
 
 
+def sealed(row: dict[str, Any]) -> bytes:
+    """A row as a line, with its checksum (CRC-32 of the line's bytes before it)."""
+    body = json.dumps(row, ensure_ascii=False).encode()[:-1]
+    return body + f', "{CHECK}": "{zlib.crc32(body):08x}"}}\n'.encode()
+
+
+def read_row(line: bytes) -> dict[str, Any]:
+    """The row of a whole line."""
+    row = dict(json.loads(line))
+    row.pop(CHECK, None)
+    return row
+
+
 def _parse(line: bytes) -> dict[str, Any] | None:
     """The row of a line; None for a damaged one, which is answered again."""
+    seal = SEALED.fullmatch(line)
+    if seal and zlib.crc32(seal["body"]) != int(seal["sum"], 16):
+        return None
     try:
         row = json.loads(line)
     except ValueError:

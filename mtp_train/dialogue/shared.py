@@ -9,7 +9,6 @@ first and goes on with what is missing. Knows not what the rows say.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +16,7 @@ from typing import Any
 
 from mtp_train.core.dist import Ranks
 from mtp_train.core.owned import atomic_path, remove_file
-from mtp_train.dialogue.journal import Journal
+from mtp_train.dialogue.journal import Journal, read_row
 
 REST = ".rank-others.journal"
 
@@ -94,7 +93,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a finished file."""
     with open(path, "rb") as file:
         for line in file:
-            yield json.loads(line)
+            yield read_row(line)
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:

@@ -91,7 +91,7 @@ class Dialogue:
             plan = next(self._fresh, None)
             if plan is None:
                 return None
-            self._ask(self._resumed(plan))
+            self._ask(self._onward(_Talk(plan)))
         return self._ready.popleft()
 
     def finish(self, completion: Completion) -> None:
@@ -106,12 +106,12 @@ class Dialogue:
         rate = self._tokens / (time.perf_counter() - self._begin)
         self.bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
         self.bar.update()
-        self._ask(talk)
+        self._ask(self._onward(talk))
 
-    def _resumed(self, plan: Plan) -> _Talk:
-        """The conversation after the turns that the journal holds."""
-        talk = _Talk(plan)
-        if plan.key(len(plan.turns) - 1) in self.journal:
+    def _onward(self, talk: _Talk) -> _Talk:
+        """The conversation after the next turns that the journal holds; where it holds all, they are not read."""
+        plan = talk.plan
+        if all(plan.key(turn) in self.journal for turn in range(talk.turn, len(plan.turns))):
             talk.turn = len(plan.turns)
             return talk
         while (key := plan.key(talk.turn)) in self.journal:

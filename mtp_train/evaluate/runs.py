@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -176,11 +177,11 @@ def account(prompts: PromptSet, run: Run) -> Accounting:
 
 
 def _done(unit: Sequence[str], journal: SharedJournal) -> bool:
-    """Whether the last turn is there, or an earlier one was refused."""
-    known = [key for key in unit if key in journal.before]
-    return bool(known) and (
-        known[-1] == unit[-1] or "output_ids" not in journal.before.row(known[-1])
-    )
+    """Whether every turn is there, or those up to one that was refused."""
+    known = list(takewhile(lambda key: key in journal.before, unit))
+    if not known or len(known) == len(unit):
+        return bool(known)
+    return "output_ids" not in journal.before.row(known[-1])
 
 
 def _source(
