@@ -73,6 +73,10 @@ GOES = [
     ("eagle-2-layers", "eagle_sglang"),
     ("eagle3-2-layers", "eagle3"),
     ("eagle3-2-layers", "speculators"),
+    ("dflash", "dflash"),
+    ("dflash-window", "dflash"),
+    ("dspark", "dspark"),
+    ("dspark-window", "dspark"),
 ]
 
 
@@ -758,4 +762,50 @@ def test_a_record_that_is_none_is_a_users_error(target: Target, tmp_path: Path, 
     exported(target, "mtp", "mimo_mtp", tmp_path / "out")
     (tmp_path / "out" / RECORD).write_text(text)
     with pytest.raises(UserError):
+        import_head(tmp_path / "out", target)
+
+
+# --- block heads of other trainers ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["dflash", "dflash-window", "dspark"])
+def test_a_block_head_as_others_write_it(target: Target, tmp_path: Path, variant: str) -> None:
+    """With a prefix, with the target's embedding beside it, without layer types."""
+    head = exported(target, variant, variant.split("-")[0], tmp_path / "out")
+
+    def others(found: dict[str, torch.Tensor]) -> None:
+        for name in list(found):
+            found[f"model.{name}"] = found.pop(name)
+        found["model.embed_tokens.weight"] = target.embed(torch.arange(61)).clone()
+
+    rewrite(tmp_path / "out", others, lambda config: config.pop("layer_types"))
+    if variant == "dspark":  # the public name of the same class
+        rewrite(tmp_path / "out", config=lambda c: c.update(architectures=["DSparkDraftModel"]))
+    layout, again = import_head(tmp_path / "out", target)
+    assert layout.name == variant.split("-")[0] and again.config.window == head.config.window
+    assert all(
+        torch.equal(value, again.state_dict()[name]) for name, value in head.state_dict().items()
+    )
+
+
+@pytest.mark.parametrize(
+    ("variant", "change", "why"),
+    [
+        ("dflash", {"dflash_config": {"causal": True}}, "see each other; received causal true"),
+        ("dspark", {"markov_head_type": "gated"}, "plain Markov head; received .*gated"),
+        ("dspark", {"sample_from_anchor": False}, "from its anchor on"),
+        ("dflash", {"layer_types": ["full_attention", "sliding_attention"]}, "all have one window"),
+    ],
+)
+def test_a_block_head_that_is_computed_otherwise_is_refused(
+    target: Target, tmp_path: Path, variant: str, change: dict[str, Any], why: str
+) -> None:
+    exported(target, variant, variant, tmp_path / "out")
+
+    def changed(config: dict[str, Any]) -> None:
+        for key, value in change.items():
+            config[key] = {**config[key], **value} if isinstance(value, dict) else value
+
+    rewrite(tmp_path / "out", config=changed)
+    with pytest.raises(UserError, match=why):
         import_head(tmp_path / "out", target)

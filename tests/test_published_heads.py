@@ -532,12 +532,6 @@ NOT_READ: dict[str, tuple[Shapes, dict[str, Any], str]] = {
         speculators(speculators_model_type="peagle", mask_token_id=3),
         "a P-EAGLE head.*not supported yet",
     ),
-    "DFlash": (DFLASH, llama("DFlashDraftModel", model_type="qwen3"), "a DFlash head"),
-    "DSpark": (
-        DFLASH | {"markov_head.markov_w1.weight": (V, 4)},
-        llama("DSparkDraftModel"),
-        "a DSpark head",
-    ),
     "Domino": (DFLASH | {"prefix_gru.weight_ih_l0": (12, D)}, llama("Domino"), "a Domino head"),
     "NVIDIA with parallel heads": (
         OUTER

@@ -9,6 +9,7 @@ from typing import Any
 
 from mtp_train.core.errors import UserError
 from mtp_train.export.deepseek_nextn import DeepseekNextn
+from mtp_train.export.dflash import DFlash, DSpark
 from mtp_train.export.draft_model import DraftModel
 from mtp_train.export.eagle import Eagle, EagleSglang
 from mtp_train.export.eagle3 import Eagle3
@@ -29,6 +30,8 @@ ALL: tuple[Layout, ...] = (
     Speculators(),
     DeepseekNextn(),
     Medusa(),
+    DFlash(),
+    DSpark(),
     MtpTrainVllm(),
     Stitched(),
     DraftModel(),  # any model is one
@@ -40,6 +43,8 @@ USUAL = {  # of a head's family
     "eagle": "eagle",
     "eagle3": "eagle3",
     "medusa": "medusa",
+    "dflash": "dflash",
+    "dspark": "dspark",
     "draft_model": "draft_model",
 }
 
@@ -53,9 +58,7 @@ def usual(name: str, family: str) -> Layout | None:
 # Published heads of kinds that no family here is: patterns of tensor names that only they have.
 NOT_READ = {
     "a P-EAGLE head (it drafts in parallel, with a learned mask_hidden)": ("mask_hidden",),
-    "a DSpark head": ("markov_head.*", "confidence_head.*"),
     "a Domino head": ("prefix_gru.*",),
-    "a DFlash head": ("hidden_norm.weight",),
     "an EAGLE head with parallel Medusa heads": ("parallel_draft_heads.*",),
     "a HASS head, or one of EAGLE-1 with norms before fc": (
         "embedding_layernorm.weight",

@@ -52,8 +52,8 @@ class Layer:
         )
         table = rotary_table(self.config, position_T)
         repeat = len(q_NTH) // groups
-        k_NTH = _turned(k_GTH, table).repeat_interleave(repeat, 0)
-        score_NTT = _turned(q_NTH, table) @ k_NTH.transpose(1, 2) / width**0.5
+        k_NTH = turned(k_GTH, table).repeat_interleave(repeat, 0)
+        score_NTT = turned(q_NTH, table) @ k_NTH.transpose(1, 2) / width**0.5
         future_TT = torch.ones(score_NTT.shape[1:], dtype=torch.bool).triu(1)
         weight_NTT = score_NTT.masked_fill(future_TT, float("-inf")).softmax(-1)
         mixed_NTH = weight_NTT @ v_GTH.repeat_interleave(repeat, 0)
@@ -90,7 +90,7 @@ def chained(
     return logits
 
 
-def _turned(rows_NTH: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+def turned(rows_NTH: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
     """RoPE in the half-split form: dimension i turns with i + H / 2."""
     first, second = rows_NTH.chunk(2, dim=-1)
     cosine, sine = table
