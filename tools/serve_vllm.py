@@ -33,8 +33,8 @@ ENVIRONMENT = {
 }
 # Substrings of the head's path that make vLLM choose another method than the one asked for.
 METHOD_OVERRIDES = ("eagle-", "eagle3", "dflash", "dspark")
-METHODS = ("mtp", "eagle", "eagle3", "medusa", "draft_model", "speculators", "none")
-NO_PATH_MATTERS = ("eagle", "eagle3", "speculators", "none")  # methods that no path overrides
+METHODS = ("mtp", "eagle", "eagle3", "medusa", "draft_model", "dflash", "speculators", "none")
+NO_PATH_MATTERS = ("eagle", "eagle3", "dflash", "speculators", "none")  # methods that no path overrides
 MIMO = ["MiMoForCausalLM"]
 SMALLEST_CONTEXT = 1024
 COUNTER_PREFIX = "vllm:spec_decode_num_"

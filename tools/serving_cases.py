@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from mtp_train.core.dist import Ranks
 from mtp_train.core.records import Accounting
 from mtp_train.heads.base import DraftHead
+from mtp_train.heads.dflash import DFlashConfig
 from mtp_train.heads.draft_model import DraftModelConfig
 from mtp_train.heads.eagle import EagleConfig
 from mtp_train.heads.eagle3 import Eagle3Config
@@ -38,6 +39,7 @@ REPEATS = 10  # of the answer that is to be known, for each time that the others
 EPOCHS = 14
 BLUR = 0.05  # of a draft model that is a copy of the target: noise over each weight's spread
 EAGLE3 = Eagle3Config(draft_vocabulary=2048)
+DFLASH = DFlashConfig(layers=1, block_size=4, anchor_share=1.0)
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ CASES = (
     Case("speculators", "speculators", EAGLE3, "speculators"),
     Case("stitched", "stitched", MtpConfig(), "mtp", beside=False, may_refuse=True),
     Case("medusa", "medusa", MedusaConfig(own_lm_heads=False), "medusa"),
+    Case("dflash", "dflash", DFLASH, "dflash"),
     Case("draft_model", "draft_model", None, "draft_model"),
 )
 
@@ -103,6 +106,7 @@ def small_head(target: Target, config: Any, known: Answer, others: Sequence[Answ
     settings = TrainConfig(
         epochs=EPOCHS,
         rows=256,
+        rollout_steps=head.steps or TrainConfig.rollout_steps,
         decay=1.0,
         loss=default_weights()
         | {"smooth_l1": 0.0},  # heads with an lm_head of their own have no such states
