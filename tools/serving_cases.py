@@ -25,6 +25,7 @@ from mtp_train.heads.eagle3 import Eagle3Config
 from mtp_train.heads.families import build_head
 from mtp_train.heads.medusa import MedusaConfig
 from mtp_train.heads.mtp import MtpConfig
+from mtp_train.heads.peagle import PEagleConfig
 from mtp_train.losses.terms import default_weights
 from mtp_train.models.target import POST_NORM, Target
 from mtp_train.precompute.sources import EngineStates
@@ -40,6 +41,9 @@ EPOCHS = 14
 BLUR = 0.05  # of a draft model that is a copy of the target: noise over each weight's spread
 EAGLE3 = Eagle3Config(draft_vocabulary=2048)
 DFLASH = DFlashConfig(layers=1, block_size=4, anchor_share=1.0)
+PEAGLE = PEagleConfig(  # every chain: it is to know a text after few steps
+    draft_vocabulary=2048, layers=2, depths=7, depth_share=1.0, least_share=1.0
+)
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ CASES = (
     Case("mimo", "mimo_mtp", MtpConfig(), "mtp", (3, 1)),
     Case("eagle", "eagle", EagleConfig(), "eagle", (3, 1)),
     Case("eagle3", "eagle3", EAGLE3, "eagle3", (3, 1), quick=True),
+    Case("peagle", "peagle", PEAGLE, "peagle", (7, 3, 1)),
     Case(
         "plugin",
         "mtp_train_vllm",
