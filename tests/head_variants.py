@@ -16,6 +16,7 @@ from mtp_train.heads.eagle3 import Eagle3Config
 from mtp_train.heads.families import build_head
 from mtp_train.heads.medusa import MedusaConfig
 from mtp_train.heads.mtp import MtpConfig
+from mtp_train.heads.peagle import PEagleConfig
 from mtp_train.models.target import Target, config_values
 
 NORMS = ("enorm", "hnorm", "input_norm", "final_norm")
@@ -54,6 +55,21 @@ VARIANTS: dict[str, Any] = {
     "eagle3.1": Eagle3Config(draft_vocabulary=40, fc_norm=True, norm_output=True),
     "eagle3-llama": Eagle3Config(draft_vocabulary=40, block="llama"),
     "eagle3-2-layers": Eagle3Config(draft_vocabulary=40, layers=2, norm_before_fc=True),
+    "peagle": PEagleConfig(
+        draft_vocabulary=40, layers=2, depths=3, depth_share=1.0, least_share=1.0
+    ),
+    "peagle-llama": PEagleConfig(
+        draft_vocabulary=0,
+        layers=2,
+        depths=3,
+        block="llama",
+        norm_before_residual=True,
+        fc_norm=True,
+        norm_output=True,
+        mask_token=9,
+        depth_share=1.0,
+        least_share=1.0,
+    ),
     "dflash": DFlashConfig(layers=2, block_size=4, target_states=2, anchor_share=1.0),
     "dflash-window": DFlashConfig(
         layers=1, block_size=4, target_states=2, window=5, anchor_share=1.0

@@ -641,7 +641,8 @@ def test_a_head_is_chosen_by_its_family(family: str) -> None:
     assert section(config, "head", cls) == cls()
     assert cls().family == family
     states, terms = config["precompute"]["states"], config["train"]["loss"]
-    others = {"eagle3": ["eagle3"], "dflash": ["spread_5"], "dspark": ["spread_5"]}
+    others = {"eagle3": ["eagle3"], "peagle": ["eagle3"]}
+    others |= {"dflash": ["spread_5"], "dspark": ["spread_5"]}
     assert states == ["post_norm", *others.get(family, [])]
     assert (terms["smooth_l1"] == 0) == (family not in ("mtp", "eagle"))
 

@@ -9,8 +9,8 @@ of their own block, both ways or causally; never another block. Context rows hav
 Blocks of one document run some at a time, as dense attention under a mask, forward and backward: memory is linear
 in what is packed. Holds the keys and values of the context, once per layer, and no other state.
 
-Shapes: T context rows, N blocks of B rows each, R = N B rows, H query heads, G key/value heads, d key width, w value
-width.
+Shapes: T context rows, N blocks of B rows (each, or each its own number), R rows of all, H query heads, G key/value
+heads, d key width, w value width.
 """
 
 from __future__ import annotations
@@ -37,16 +37,23 @@ class BlockLayout:
     Attributes:
         begins: first context row of each block's document, rising.
         starts: the context row that each hangs on, rising.
-        rows: B.
+        rows: B; or of each block.
         causal: whether a block's row sees only those of its block before it.
         after: positions between the start and the block's first row.
     """
 
     begins: Sequence[int]
     starts: Sequence[int]
-    rows: int
+    rows: int | Sequence[int]
     causal: bool = False
     after: int = 1
+
+    @property
+    def ends(self) -> np.ndarray:
+        """Index of the row after each block's last, with 0 in front [N + 1]."""
+        rows = self.rows
+        each = [rows] * len(self.starts) if isinstance(rows, int) else rows
+        return np.concatenate([[0], np.cumsum(np.asarray(each, dtype=np.int64))])
 
 
 @dataclass(frozen=True)
@@ -92,24 +99,31 @@ class BlockContext:
         return self._tiles[window]
 
     def _cut(self, window: int | None, device: torch.device) -> Iterator[_Tile]:
-        layout, wide = self.layout, self.layout.rows
-        deep = max(TILE_ROWS // wide, 1)
+        layout, ends = self.layout, self.layout.ends
         begins, starts = np.asarray(layout.begins), np.asarray(layout.starts)
         edges = [0, *(np.flatnonzero(np.diff(begins)) + 1).tolist(), len(begins)]
-        for first, last in pairwise(edges):
-            for low in range(first, last, deep):
-                high = min(low + deep, last)
-                start_B = starts[low:high]
-                begin, end = int(begins[low]), int(start_B.max()) + 1
-                if window is not None:
-                    begin = max(begin, int(start_B.min()) + layout.after - window + 1)
-                    begin = min(begin, end)
-                seen = _seen(layout, start_B, np.arange(begin, end), window)
-                mask = None
-                if not seen.all():
-                    mask = torch.from_numpy(seen).to(device)
-                rows = slice(low * wide, high * wide)
-                yield _Tile(rows, slice(begin, end), mask)
+        for low, high in _parts(ends, edges):
+            start_B = starts[low:high]
+            begin, end = int(begins[low]), int(start_B.max()) + 1
+            if window is not None:
+                begin = max(begin, int(start_B.min()) + layout.after - window + 1)
+                begin = min(begin, end)
+            rows_B = np.diff(ends[low : high + 1])
+            seen = _seen(layout, start_B, rows_B, np.arange(begin, end), window)
+            mask = None
+            if not seen.all():
+                mask = torch.from_numpy(seen).to(device)
+            yield _Tile(slice(int(ends[low]), int(ends[high])), slice(begin, end), mask)
+
+
+def _parts(ends: np.ndarray, edges: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Blocks that run at once: of one document, TILE_ROWS rows of them or one block."""
+    for low, last in pairwise(edges):
+        while low < last:
+            high = int(np.searchsorted(ends, ends[low] + TILE_ROWS, side="right")) - 1
+            high = min(max(high, low + 1), last)
+            yield low, high
+            low = high
 
 
 class _Blocks(torch.autograd.Function):
@@ -163,12 +177,15 @@ def _exact(rows: Tensor) -> torch.dtype:
 
 
 def _seen(
-    layout: BlockLayout, start_B: np.ndarray, column: np.ndarray, window: int | None
+    layout: BlockLayout,
+    start_B: np.ndarray,
+    rows_B: np.ndarray,
+    column: np.ndarray,
+    window: int | None,
 ) -> np.ndarray:
     """Which context rows and rows of the tile's blocks each of them sees [rows, context + rows]."""
-    count, wide = len(start_B), layout.rows
-    block = np.repeat(np.arange(count), wide)
-    slot = np.tile(np.arange(wide), count)
+    block = np.repeat(np.arange(len(start_B)), rows_B)
+    slot = np.arange(len(block)) - np.repeat(np.cumsum(rows_B) - rows_B, rows_B)
     place = start_B[block] + layout.after + slot  # positions, counted as rows of the context
     context = column[None] <= start_B[block][:, None]
     own = block[:, None] == block[None]

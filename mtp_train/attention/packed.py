@@ -41,6 +41,24 @@ class PackedContext:
         return torch.cat(outs)
 
 
+class KeptContext(PackedContext):
+    """The same, which keeps every layer's keys and values for rows that come later and see them.
+
+    Attributes:
+        written: by layer; keys [T, G, d] and values [T, G, w].
+    """
+
+    def __init__(self, offsets: Sequence[int]) -> None:
+        super().__init__(offsets)
+        self.written: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
+    ) -> Tensor:
+        self.written[layer] = key, value
+        return super().__call__(layer, query, key, value, rule)
+
+
 class RolloutContext:
     """Attention of a draft chain trained with its own outputs (training-time test).
 

@@ -71,17 +71,33 @@ class Blocks(Aligned):
         start_N: int64, row where each starts.
         begin_N: int64, first row of its document.
         position_T: int64, position of every row of the pack.
+        token_T: int64, x[p+ahead] of every row p of the pack; 0 past its document's end.
         token_SN: int64, x[start+ahead+s]: the token before the draft of step s; 0 past the document's end.
     """
 
     start_N: Tensor
     begin_N: Tensor
     position_T: Tensor
+    token_T: Tensor
     token_SN: Tensor
 
     def moved(self, rows: int) -> Blocks:
         """The same documents, so many positions later."""
         return replace(self, position_T=self.position_T + rows)
+
+    def kept(self, kept_SN: Tensor) -> Blocks:
+        """The chains that these steps are kept of, without the others."""
+        some_N = kept_SN.any(0).nonzero().squeeze(1)
+        return replace(
+            self,
+            goal=self.goal[:, some_N],
+            label=self.label[:, some_N],
+            source_SN=self.source_SN[:, some_N],
+            valid_SN=(self.valid_SN & kept_SN)[:, some_N],
+            start_N=self.start_N[some_N],
+            begin_N=self.begin_N[some_N],
+            token_SN=self.token_SN[:, some_N],
+        )
 
 
 def rollout(
@@ -146,6 +162,7 @@ def blocks(
         start_N,
         begin_T[start_N],
         row_T - begin_T,
+        _later(token_T, row_T + ahead, end_T),
         torch.where(inside_SN, token_T[goal_SN], torch.zeros_like(goal_SN)),
     )
 

@@ -50,6 +50,8 @@ BEGINNINGS = (
     "mask_token",
     "anchor_share",
     "most_anchors",
+    "depth_share",
+    "least_share",
     "path",
     "model",
     "source",

@@ -320,13 +320,18 @@ class ObservedContext:
 def settle(config: Any, target: Target, counts_V: Tensor | None) -> Any:
     """The configuration with its states and its mask token named."""
     states = config.states or spread_states(target.layers, config.target_states)
-    mask = config.mask_token
+    mask = settled_mask(config.mask_token, target, counts_V)
+    return replace(config, states=list(states), mask_token=mask)
+
+
+def settled_mask(mask: int, target: Target, counts_V: Tensor | None) -> int:
+    """The mask token that is named, or with -1 one that is chosen."""
     if mask < 0:
         mask = unused_token(target, counts_V)
     if mask >= target.vocab_size:
         rule = f"head.mask_token must be a token of the target, below {target.vocab_size}"
         raise UserError(rule, mask, "name another, or -1")
-    return replace(config, states=list(states), mask_token=mask)
+    return mask
 
 
 def unused_token(target: Target, counts_V: Tensor | None) -> int:

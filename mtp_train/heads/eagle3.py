@@ -145,7 +145,10 @@ class Eagle3Head(ChainHead):
         return [self.block, *self.later]
 
     def fuse(self, states: dict[str, Tensor]) -> Tensor:
-        parts = [states[name] for name in self.states]
+        return self.fused([states[name] for name in self.states])
+
+    def fused(self, parts: list[Tensor]) -> Tensor:
+        """h of three states [T, D]."""
         if self.config.fc_norm:
             parts = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
         whole = self.input_norm(torch.cat(parts, dim=-1))
@@ -188,7 +191,7 @@ def _require_parts(block: Any) -> None:
         )
 
 
-def settle(config: Eagle3Config, target: Target, draft_vocabulary: int) -> Eagle3Config:
+def settle(config: Any, target: Target, draft_vocabulary: int) -> Any:
     """The configuration with its states named, and a draft vocabulary of that many tokens."""
     states = config.states or list(eagle3_states(target.layers))
     return replace(config, states=states, draft_vocabulary=draft_vocabulary)
@@ -202,12 +205,20 @@ def build(
     Args:
         counts_V: how often each token is trained; the draft vocabulary is chosen by it.
     """
+    head: Eagle3Head = begin(Eagle3Head, target, config, seed, counts_V)
+    return head
+
+
+def begin(
+    made: type[Any], target: Target, config: Eagle3Config, seed: int, counts_V: Tensor | None
+) -> Any:
+    """A fresh head of that class."""
     size = config.draft_vocabulary
     vocabulary_U = choose_vocabulary(counts_V, size) if size else None
     settled = settle(config, target, 0 if vocabulary_U is None else len(vocabulary_U))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        head = Eagle3Head(target, settled)
+        head = made(target, settled)
         start_linears(head, target)
         if vocabulary_U is not None and head.vocabulary is not None:
             head.vocabulary.copy_(vocabulary_U)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mtp_train.core.errors import UserError, did_you_mean
-from mtp_train.heads import dflash, draft_model, dspark, eagle, eagle3, medusa, mtp
+from mtp_train.heads import dflash, draft_model, dspark, eagle, eagle3, medusa, mtp, peagle
 from mtp_train.heads.base import DraftHead
 from mtp_train.heads.block import POSITIONS
 from mtp_train.models.target import Target
@@ -40,6 +40,7 @@ FAMILIES = {
         lambda target, config, seed, _counts: eagle.build(target, config, seed),
     ),
     "eagle3": Family(eagle3.Eagle3Config, eagle3.Eagle3Head, eagle3.build),
+    "peagle": Family(peagle.PEagleConfig, peagle.PEagleHead, peagle.build),
     "medusa": Family(
         medusa.MedusaConfig,
         medusa.MedusaHead,
@@ -104,6 +105,8 @@ def outline_head(target: Target, config: Any) -> DraftHead:
     """A head without storage, for a target without: shapes alone. A draft vocabulary is as large as it may be."""
     if isinstance(config, eagle3.Eagle3Config):
         config = eagle3.settle(config, target, min(config.draft_vocabulary, target.vocab_size))
+    if isinstance(config, peagle.PEagleConfig):
+        config = peagle.settle(config, target, None)
     if isinstance(config, dflash.DFlashConfig):
         config = dflash.settle(config, target, None)
     if isinstance(config, draft_model.DraftModelConfig):
