@@ -119,6 +119,7 @@ def eagle3(
     first: str = "midlayer.",
     later: tuple[tuple[str, str], ...] = (),
     flags: tuple[str, ...] = (),
+    mask: int | None = None,
 ) -> list[Tensor]:
     """EAGLE-3 (SafeAILab's `cnets.py`) with the options of vLLM's: what the lm_head reads at each step.
 
@@ -126,12 +127,17 @@ def eagle3(
         first: prefix of the first layer.
         later: prefix and input norm's name of each layer after it.
         flags: those that config.json sets.
+        mask: token of the rows after the text's, of a head that drafts in parallel.
     """
-    if "fc_norm" in flags:
-        states = [norm(part, w[f"fc_norm.{at}.weight"], sizes) for at, part in enumerate(states)]
-    both = torch.cat(states, -1)
-    if "norm_before_fc" in flags:
-        both = norm(both, w["input_norm.weight"], sizes)
+
+    def fused(states: list[Tensor]) -> Tensor:
+        if "fc_norm" in flags:
+            normed = [norm(one, w[f"fc_norm.{at}.weight"], sizes) for at, one in enumerate(states)]
+            states = normed
+        both = torch.cat(states, -1)
+        if "norm_before_fc" in flags:
+            both = norm(both, w["input_norm.weight"], sizes)
+        return both @ w["fc.weight"].T
 
     def step(embedding: Tensor, state: Tensor) -> Tensor:
         normed = norm(state, w[f"{first}hidden_norm.weight"], sizes)
@@ -143,7 +149,14 @@ def eagle3(
             rows = layer(w, prefix, rows, sizes, name)
         return norm(rows, w["norm.weight"], sizes) if "norm_output" in flags else rows
 
-    found = chain(step, embedding, both @ w["fc.weight"].T, steps)
+    if mask is None:
+        found = chain(step, embedding, fused(states), steps)
+    else:
+        rows = fused(states)
+        hidden = fused(list(w["mask_hidden"].reshape(1, -1).chunk(3, -1))).expand(steps - 1, -1)
+        token = w["embed_tokens.weight"][mask].expand(steps - 1, -1)
+        both = torch.cat([embedding[: len(rows)], token]), torch.cat([rows, hidden])
+        found = list(step(*both)[-steps:])
     return (
         found if "norm_output" in flags else [norm(one, w["norm.weight"], sizes) for one in found]
     )

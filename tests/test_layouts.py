@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,8 @@ GOES = [
     ("dflash-window", "dflash"),
     ("dspark", "dspark"),
     ("dspark-window", "dspark"),
+    ("peagle", "peagle"),
+    ("peagle-llama", "peagle"),
 ]
 
 
@@ -156,6 +159,16 @@ def test_a_head_goes_out_and_comes_back(
         ),
         ("eagle3.1", "eagle3", EAGLE3 | {f"fc_norm.{part}.weight": [32] for part in range(3)}),
         (
+            "peagle",
+            "peagle",
+            EAGLE3
+            | {
+                f"layers.1.{name}": shape
+                for name, shape in (LAYER | {"input_layernorm.weight": [32]}).items()
+            }
+            | {"embed_tokens.weight": [61, 32], "mask_hidden": [1, 1, 96]},
+        ),
+        (
             "eagle3",
             "speculators",
             {name.replace("midlayer.", "layers.0."): shape for name, shape in EAGLE3.items()},
@@ -185,8 +198,13 @@ def test_offsets_and_members_name_the_draft_vocabulary(target: Target, tmp_path:
     assert config_of(tmp_path / "out")["draft_vocab_size"] == 40
 
 
-@pytest.mark.parametrize("variant", ["eagle3", "eagle3-whole", "eagle3.1"])
-@pytest.mark.parametrize("layout", ["eagle3", "speculators"])
+@pytest.mark.parametrize(
+    ("variant", "layout"),
+    [
+        *product(("eagle3", "eagle3-whole", "eagle3.1"), ("eagle3", "speculators")),
+        *product(("peagle", "peagle-llama"), ("peagle",)),
+    ],
+)
 def test_flags_and_layers_are_explicit(
     target: Target, tmp_path: Path, variant: str, layout: str
 ) -> None:
@@ -200,7 +218,9 @@ def test_flags_and_layers_are_explicit(
     assert config["norm_before_fc"] is False
     assert config[eagle3.IDS] == [2, 3, 4]
     assert eagle3_states(7) == ("layer_2", "layer_3", "layer_4")
-    if layout == "eagle3":
+    if layout == "peagle":
+        assert (config["ptd_token_id"], config["num_depths"]) == (9 if options.fc_norm else 0, 3)
+    if layout != "speculators":
         assert config["eagle_config"][eagle3.IDS] == [1, 2, 3]
         assert config["architectures"] == ["LlamaForCausalLMEagle3"]
 
@@ -262,6 +282,7 @@ def test_the_model_card_has_commands_and_licence_fields(target: Target, tmp_path
         ("eagle", "eagle_sglang", ("--speculative-algorithm EAGLE ", "--speculative-num-steps 2")),
         ("eagle3", "eagle3", ('"method": "eagle3"', "--speculative-algorithm EAGLE3")),
         ("eagle3-whole", "eagle3", ("leaves out norm_before_residual",)),
+        ("peagle", "peagle", ('"parallel_drafting": True}', '"parallel_drafting": true}\'')),
         ("eagle3", "speculators", (f"vllm serve {tmp_path / 'speculators'}",)),
     ):
         head = make_variant(target, variant)

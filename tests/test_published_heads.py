@@ -155,6 +155,8 @@ def medusa(layers: int, name: Callable[[int, int], str]) -> Any:
 
 USUAL = ("layer_2", "layer_3", "layer_4")  # vLLM's default for 7 layers: 2, 7 // 2, 7 - 3
 EAGLE3 = {"layout": "eagle3", "states": USUAL, "draft_tokens": U}
+PARALLEL = first_of_eagle3("layers.0.") | block("layers.1.") | {"mask_hidden": (1, 1, 3 * D)}
+LATER = (("layers.1.", "input_layernorm"),)
 MIMO = {
     f"model.mtp_layers.0.{name}.weight": (D,)
     for name in ("token_layernorm", "hidden_layernorm", "final_layernorm")
@@ -358,6 +360,38 @@ FOLDERS: dict[str, Published] = {
         **EAGLE3,
         dtype=torch.bfloat16,
     ),
+    # --- P-EAGLE
+    "AWS P-EAGLE": Published(
+        "peagle",
+        OUTER | {"lm_head.weight": (V, D)} | PARALLEL | EMBEDDING,
+        llama("LlamaForCausalLMEagle3", num_hidden_layers=2, ptd_token_id=3),
+        eagle3(first="layers.0.", later=LATER, mask=3),
+        states=USUAL,
+        expected={"layers": 2, "mask_token": 3, "depths": 8, "draft_vocabulary": 0},
+    ),
+    "SpecForge P-EAGLE, without an embedding": Published(
+        "peagle",
+        OUTER | first_of_eagle3("midlayer.") | {"mask_hidden": (1, 3 * D)},
+        llama("PEagleDraftModel", draft_vocab_size=U, pard_token=5, num_depths=4),
+        eagle3(mask=5),
+        states=USUAL,
+        draft_tokens=U,
+        expected={"layers": 1, "mask_token": 5, "depths": 4},
+    ),
+    "speculators P-EAGLE": Published(
+        "peagle",
+        OUTER | PARALLEL | EMBEDDING,
+        speculators(
+            {"num_hidden_layers": 2},
+            speculators_model_type="peagle",
+            norm_before_residual=True,
+            mask_token_id=3,
+        ),
+        eagle3(first="layers.0.", later=LATER, flags=("norm_before_residual",), mask=3),
+        states=USUAL,
+        draft_tokens=U,
+        expected={"layers": 2, "mask_token": 3, "norm_before_residual": True},
+    ),
     # --- Medusa
     "Medusa 1, biases, fewer heads in its config": Published(
         "medusa",
@@ -489,7 +523,9 @@ def test_a_published_head_is_recognised_read_and_drafts(name: str, tmp_path: Pat
     with torch.no_grad():
         shown = [states[state][: LAST + 1] for state in published.states]
         weights = {key: value.float() for key, value in tensors.items()}
-        read = published.reference(weights, target.embed(known), shown)
+        own = weights.setdefault("embed_tokens.weight", target.embed(torch.arange(V)))
+        embedding = own[known] if published.layout == "peagle" else target.embed(known)
+        read = published.reference(weights, embedding, shown)
         for step, (ours, one) in enumerate(
             zip(drafted(head, target, token_T, states), read, strict=True)
         ):
@@ -518,19 +554,12 @@ def output(weights: dict[str, Tensor], target: Target, step: int) -> Tensor:
 
 # --- what is not read -----------------------------------------------------------------------------------------
 
-PARALLEL = first_of_eagle3("layers.0.") | block("layers.1.") | {"mask_hidden": (1, 1, 3 * D)}
 DFLASH = OUTER | {"hidden_norm.weight": (D,)} | block("layers.0.", head_norms=True)
 NOT_READ: dict[str, tuple[Shapes, dict[str, Any], str]] = {
-    "SpecForge P-EAGLE": (OUTER | PARALLEL, llama("PEagleDraftModel"), "mask_hidden: a P-EAGLE"),
-    "AWS P-EAGLE": (
-        OUTER | PARALLEL,
-        llama("LlamaForCausalLMEagle3", ptd_token_id=3),
-        "mask_hidden: a P-EAGLE head",
-    ),
-    "speculators P-EAGLE": (
-        OUTER | PARALLEL,
-        speculators(speculators_model_type="peagle", mask_token_id=3),
-        "a P-EAGLE head.*not supported yet",
+    "P-EAGLE without its mask token": (
+        OUTER | PARALLEL | {"lm_head.weight": (V, D)},
+        llama("LlamaForCausalLMEagle3"),
+        "must name its mask token as ptd_token_id; received none",
     ),
     "Domino": (DFLASH | {"prefix_gru.weight_ih_l0": (12, D)}, llama("Domino"), "a Domino head"),
     "NVIDIA with parallel heads": (

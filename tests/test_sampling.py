@@ -35,6 +35,7 @@ from mtp_train.heads.eagle3 import Eagle3Config
 from mtp_train.heads.families import build_head
 from mtp_train.heads.medusa import MedusaConfig
 from mtp_train.heads.mtp import MtpConfig, build
+from mtp_train.heads.peagle import PEagleConfig
 from mtp_train.models.target import Target, config_values
 
 
@@ -77,7 +78,8 @@ def opinionated(target: Target, family: str) -> DraftHead:
                 parameter.normal_(generator=torch.Generator().manual_seed(4))
         return medusa
     states = ["layer_0", "layer_1", "post_norm"]
-    config = Eagle3Config(init="random", states=states, draft_vocabulary=5)
+    made = PEagleConfig if family == "peagle" else Eagle3Config
+    config = made(init="random", states=states, draft_vocabulary=5)
     own = build_head(target, config, 9, torch.tensor([3, 0, 5, 1, 0, 4, 2]))
     with torch.no_grad():
         own.get_submodule("lm_head").weight.mul_(20)
@@ -99,6 +101,7 @@ SCHEMES: dict[str, Callable[[Target], Proposer | None]] = {
     "mtp": chain("mtp", 1),
     "mtp_chain": chain("mtp", 2),
     "eagle3_chain": chain("eagle3", 2),
+    "peagle": chain("peagle", 2),
     "draft_target": chain("draft_model", 2),
     "dspark": chain("dspark", 2),
     "dspark_adaptive": lambda target: AdaptiveProposer(

@@ -60,6 +60,8 @@ SCHEMES: dict[str, Scheme] = {
     "draft-model-tree": lambda target: TreeProposer(
         target, make_variant(target, "draft_model"), DYNAMIC
     ),
+    "peagle": lambda target: ChainProposer(target, make_variant(target, "peagle"), 3),
+    "peagle-llama": lambda target: ChainProposer(target, make_variant(target, "peagle-llama"), 2),
     "dflash": lambda target: ChainProposer(target, make_variant(target, "dflash"), 3),
     "dflash-window": lambda target: ChainProposer(target, make_variant(target, "dflash-window"), 2),
     "dspark": lambda target: ChainProposer(target, make_variant(target, "dspark"), 3),

@@ -73,6 +73,7 @@ class Blocks(Aligned):
         position_T: int64, position of every row of the pack.
         token_T: int64, x[p+ahead] of every row p of the pack; 0 past its document's end.
         token_SN: int64, x[start+ahead+s]: the token before the draft of step s; 0 past the document's end.
+        steps_N: int64, draft steps that each is asked for: up to the last that predicts anything.
     """
 
     start_N: Tensor
@@ -80,6 +81,7 @@ class Blocks(Aligned):
     position_T: Tensor
     token_T: Tensor
     token_SN: Tensor
+    steps_N: Tensor
 
     def moved(self, rows: int) -> Blocks:
         """The same documents, so many positions later."""
@@ -88,15 +90,17 @@ class Blocks(Aligned):
     def kept(self, kept_SN: Tensor) -> Blocks:
         """The chains that these steps are kept of, without the others."""
         some_N = kept_SN.any(0).nonzero().squeeze(1)
+        valid_SN = (self.valid_SN & kept_SN)[:, some_N]
         return replace(
             self,
             goal=self.goal[:, some_N],
             label=self.label[:, some_N],
             source_SN=self.source_SN[:, some_N],
-            valid_SN=(self.valid_SN & kept_SN)[:, some_N],
+            valid_SN=valid_SN,
             start_N=self.start_N[some_N],
             begin_N=self.begin_N[some_N],
             token_SN=self.token_SN[:, some_N],
+            steps_N=_until_last(valid_SN),
         )
 
 
@@ -139,11 +143,12 @@ def blocks(
 ) -> Blocks:
     """Align packed documents for chains that start at rows `start_N`; none: every chain that predicts a trained token.
 
-    Other arguments as `rollout` has them.
+    Chains whose starts are given are asked for all steps. Other arguments as `rollout` has them.
     """
     begin_T, end_T = _bounds(offsets, token_T.device)
     row_T = torch.arange(len(token_T), device=token_T.device)
     trained_T = _later(loss_mask_T, row_T + 1, end_T) > 0
+    given = start_N is not None
     if start_N is None:
         ahead_ST = torch.stack(
             [_later(trained_T, row_T + ahead + step, end_T) for step in range(steps)]
@@ -153,17 +158,19 @@ def blocks(
     end_N = end_T[start_N]
     inside_SN = goal_SN < end_N
     goal_SN = goal_SN.clamp(max=len(token_T) - 1)
+    valid_SN = inside_SN & trained_T[goal_SN]
     return Blocks(
         goal_SN,
         _later(token_T, goal_SN + 1, end_N),
         start_N.expand(steps, -1),
-        inside_SN & trained_T[goal_SN],
+        valid_SN,
         tuple(offsets),
         start_N,
         begin_T[start_N],
         row_T - begin_T,
         _later(token_T, row_T + ahead, end_T),
         torch.where(inside_SN, token_T[goal_SN], torch.zeros_like(goal_SN)),
+        torch.full_like(start_N, steps) if given else _until_last(valid_SN),
     )
 
 
@@ -229,6 +236,12 @@ def _bounds(offsets: Sequence[int], device: torch.device) -> tuple[Tensor, Tenso
     edge = torch.as_tensor(offsets, dtype=torch.int64, device=device)
     length = edge.diff()
     return edge[:-1].repeat_interleave(length), edge[1:].repeat_interleave(length)
+
+
+def _until_last(valid_SN: Tensor) -> Tensor:
+    """Steps up to the last that is there [N]."""
+    number_S1 = torch.arange(1, len(valid_SN) + 1, device=valid_SN.device).unsqueeze(1)
+    return (number_S1 * valid_SN).amax(0)
 
 
 def _later(value_T: Tensor, row_T: Tensor, end_T: Tensor) -> Tensor:

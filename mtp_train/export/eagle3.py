@@ -35,6 +35,8 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # of Eagle3Config too
 DEEP = re.compile(r"midlayer\.(\d+)\.")
 OFFSETS, MEMBERS, LM_HEAD = "d2t", "t2d", "lm_head.weight"
+MASK = "mask_hidden"  # of heads that draft in parallel
+NEEDS = ("midlayer.hidden_norm.weight|midlayer.0.hidden_norm.weight|layers.0.hidden_norm.weight",)
 
 
 class Eagle3(Layout):
@@ -43,9 +45,9 @@ class Eagle3(Layout):
     name = "eagle3"
     family = Eagle3Head.family
     prefix = "midlayer."  # of the block; SGLang knows no other name, vLLM both
-    needs = (
-        "midlayer.hidden_norm.weight|midlayer.0.hidden_norm.weight|layers.0.hidden_norm.weight",
-    )
+    needs = NEEDS
+    never = (MASK,)
+    made: tuple[type[Any], type[Any]] = (Eagle3Config, Eagle3Head)
 
     def head_faults(self, config: Any) -> Iterator[str]:
         if POST_NORM in config.states:
@@ -96,13 +98,15 @@ class Eagle3(Layout):
         nested = config.get("eagle_config") or {}
         flags: dict[str, Any] = {name: bool(config.get(name)) for name in FLAGS}
         flags["norm_before_fc"] = bool(nested.get("norm_before_fc", flags["norm_before_fc"]))
-        settings = Eagle3Config(
+        settings_class, head_class = self.made
+        settings = settings_class(
             **block,
             states=[f"layer_{number}" for number in layer_ids(config, target.layers)],
             draft_vocabulary=0 if vocabulary_U is None else len(vocabulary_U),
             **flags,
+            **self.options(config),
         )
-        head = Eagle3Head(target, settings)
+        head: Eagle3Head = head_class(target, settings)
         ours, names = head.state_dict(), self.names(head)
         wanted = {theirs: ours[mine] for theirs, mine in names.items()}
         require_tensors(tensors, wanted, {OFFSETS, MEMBERS})
@@ -115,39 +119,15 @@ class Eagle3(Layout):
         head.load_state_dict(loaded)
         return head
 
+    def options(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """What a config.json says beside layers, flags and states."""
+        return {}
+
     def served(
         self, tensors: Mapping[str, Tensor], config: Mapping[str, Any], chain: Chain
     ) -> list[Tensor]:
-        layer, prefix = Layer(tensors, config, self.prefix), self.prefix
-        numbered = {layer_of(name, chain.target.layers): v for name, v in chain.states.items()}
-        parts = [numbered[number] for number in sorted(set(config[IDS]))]
-        if config["fc_norm"]:
-            parts = [layer.norm(f"fc_norm.{i}.weight", part) for i, part in enumerate(parts)]
-
-        def step(embedding: Tensor, state: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-            token = layer.norm(f"{prefix}input_layernorm.weight", embedding)
-            hidden = layer.norm(f"{prefix}hidden_norm.weight", state)
-            residual = hidden if config["norm_before_residual"] else state
-            rows = residual + layer.attention(torch.cat([token, hidden], dim=-1), position)
-            rows = rows + layer.mlp(layer.norm(f"{prefix}post_attention_layernorm.weight", rows))
-            for number in range(1, config["num_hidden_layers"]):
-                rows = Layer(tensors, config, f"layers.{number}.").whole(rows, position)
-            read = layer.norm("norm.weight", rows)
-            return read, read if config["norm_output"] else rows
-
-        def lm_head(read_ND: Tensor) -> Tensor:
-            logits_NU = read_ND @ tensors[LM_HEAD].T
-            if OFFSETS not in tensors:
-                return logits_NU
-            whole_NV = torch.full((len(logits_NU), config["vocab_size"]), float("-inf"))
-            whole_NV[:, torch.arange(config["draft_vocab_size"]) + tensors[OFFSETS]] = logits_NU
-            return whole_NV
-
-        states = torch.cat(parts, dim=-1)
-        if config["norm_before_fc"]:
-            states = layer.norm("input_norm.weight", states)
-        fused_TD = states @ tensors["fc.weight"].T
-        return chained(step, chain, fused_TD, lm_head)
+        equation = Equation(tensors, config, self.prefix)
+        return chained(equation.step, chain, equation.fused_states(chain), equation.lm_head)
 
     def serving(self, config: Any, target: str, head: str, drafts: int) -> list[Serving]:
         flags = [flag for flag in FLAGS if getattr(config, flag)]
@@ -185,6 +165,51 @@ class Eagle3(Layout):
             | {f"{self.prefix}hidden_norm.weight": "hidden_norm.weight"}
             | {name: name for name in outer}
         )
+
+
+class Equation:
+    """What vLLM computes, from a folder's tensors (float32) and its config.json alone."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any], prefix: str):
+        self.tensors, self.config, self.prefix = tensors, config, prefix
+        self.layer = Layer(tensors, config, prefix)
+
+    def fused_states(self, chain: Chain) -> Tensor:
+        """h of a text's rows [T, D]."""
+        numbered = {layer_of(name, chain.target.layers): v for name, v in chain.states.items()}
+        return self.fused([numbered[number] for number in sorted(set(self.config[IDS]))])
+
+    def fused(self, parts: list[Tensor]) -> Tensor:
+        """h of three states [T, D]."""
+        if self.config["fc_norm"]:
+            parts = [self.layer.norm(f"fc_norm.{i}.weight", part) for i, part in enumerate(parts)]
+        states = torch.cat(parts, dim=-1)
+        if self.config["norm_before_fc"]:
+            states = self.layer.norm("input_norm.weight", states)
+        return states @ self.tensors["fc.weight"].T
+
+    def step(self, embedding: Tensor, state: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        """What lm_head reads of rows that see each other causally, and what is fed back [T, D] each."""
+        layer, prefix, config = self.layer, self.prefix, self.config
+        token = layer.norm(f"{prefix}input_layernorm.weight", embedding)
+        hidden = layer.norm(f"{prefix}hidden_norm.weight", state)
+        residual = hidden if config["norm_before_residual"] else state
+        rows = residual + layer.attention(torch.cat([token, hidden], dim=-1), position)
+        rows = rows + layer.mlp(layer.norm(f"{prefix}post_attention_layernorm.weight", rows))
+        for number in range(1, config["num_hidden_layers"]):
+            rows = Layer(self.tensors, config, f"layers.{number}.").whole(rows, position)
+        read = layer.norm("norm.weight", rows)
+        return read, read if config["norm_output"] else rows
+
+    def lm_head(self, read_ND: Tensor) -> Tensor:
+        """Logits over the target's vocabulary [N, V]; -inf where a token can't be drafted."""
+        logits_NU = read_ND @ self.tensors[LM_HEAD].T
+        if OFFSETS not in self.tensors:
+            return logits_NU
+        whole_NV = torch.full((len(logits_NU), self.config["vocab_size"]), float("-inf"))
+        drafted_U = torch.arange(self.config["draft_vocab_size"]) + self.tensors[OFFSETS]
+        whole_NV[:, drafted_U] = logits_NU
+        return whole_NV
 
 
 def vocabulary_tensors(vocabulary_U: Tensor | None, vocab_size: int) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from mtp_train.export.layout import Layout
 from mtp_train.export.medusa import Medusa
 from mtp_train.export.mimo import MimoMtp
 from mtp_train.export.mtp_train_vllm import MtpTrainVllm
+from mtp_train.export.peagle import PEagle
 from mtp_train.export.speculators import Speculators
 from mtp_train.export.stitched import Stitched
 
@@ -27,6 +28,7 @@ ALL: tuple[Layout, ...] = (
     Eagle(),
     EagleSglang(),
     Eagle3(),
+    PEagle(),
     Speculators(),
     DeepseekNextn(),
     Medusa(),
@@ -42,6 +44,7 @@ USUAL = {  # of a head's family
     "mtp": "mimo_mtp",
     "eagle": "eagle",
     "eagle3": "eagle3",
+    "peagle": "peagle",
     "medusa": "medusa",
     "dflash": "dflash",
     "dspark": "dspark",
@@ -57,7 +60,6 @@ def usual(name: str, family: str) -> Layout | None:
 
 # Published heads of kinds that no family here is: patterns of tensor names that only they have.
 NOT_READ = {
-    "a P-EAGLE head (it drafts in parallel, with a learned mask_hidden)": ("mask_hidden",),
     "a Domino head": ("prefix_gru.*",),
     "an EAGLE head with parallel Medusa heads": ("parallel_draft_heads.*",),
     "a HASS head, or one of EAGLE-1 with norms before fc": (

@@ -5,6 +5,7 @@ Knows no layout.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -209,17 +210,19 @@ def _require_copy(name: str, copy: Tensor, theirs: Tensor) -> None:
         )
 
 
-def vllm(method: str, target: str, head: str, drafts: int) -> str:
-    """vLLM's command, in Python and as a server."""
-    draft = f'{{"method": "{method}", "model": "{head}", "num_speculative_tokens": {drafts}}}'
+def vllm(method: str, target: str, head: str, drafts: int, *, parallel: bool = False) -> str:
+    """vLLM's command, in Python and as a server; `parallel`: one forward drafts all tokens."""
+    draft = {"method": method, "model": head, "num_speculative_tokens": drafts}
+    draft |= {"parallel_drafting": True} if parallel else {}
+    said = json.dumps(draft)
     return f"""```python
 from vllm import LLM
 
-llm = LLM(model="{target}", speculative_config={draft})
+llm = LLM(model="{target}", speculative_config={said.replace(": true", ": True")})
 ```
 
 ```
-vllm serve {target} --speculative-config '{draft}'
+vllm serve {target} --speculative-config '{said}'
 ```"""
 
 

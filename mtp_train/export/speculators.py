@@ -76,12 +76,12 @@ class Speculators(Eagle3):
     ) -> Eagle3Head:
         if config[KIND] != "eagle3":
             raise UserError(f"{KIND} must be eagle3", config[KIND], "this kind is not run here")
-        return super().read(tensors, _flat(config), target)
+        return super().read(tensors, flat(config), target)
 
     def served(
         self, tensors: Mapping[str, Tensor], config: Mapping[str, Any], chain: Chain
     ) -> list[Tensor]:
-        return super().served(tensors, _flat(config), chain)
+        return super().served(tensors, flat(config), chain)
 
     def serving(self, config: Any, target: str, head: str, drafts: int) -> list[Serving]:
         how = f"""```
@@ -95,7 +95,7 @@ target, or another number of drafts:
         return [Serving("vLLM", "0.32.0, CPU build", True, how)]
 
 
-def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+def flat(config: Mapping[str, Any]) -> dict[str, Any]:
     """What vLLM makes of it: the layer's config with the keys beside it, and its defaults."""
     defaults = {"norm_before_residual": True}
     beside = {key: config[key] for key in OUTER if config.get(key) is not None}

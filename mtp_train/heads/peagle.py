@@ -130,7 +130,7 @@ class PEagleHead(Eagle3Head):
         embedding_TD = self.embed(target, aligned.token_T)
         out_TD = self(embedding_TD, self.fuse(states), position_T, verified)
         first_ND = self.readout(out_TD.index_select(0, aligned.start_N), 0)
-        rows_N = _deepest(aligned)
+        rows_N = np.maximum(np.asarray(aligned.steps_N.tolist(), dtype=np.int64) - 1, 0)
         chain_R = np.repeat(np.arange(len(rows_N)), rows_N)
         if not len(chain_R):
             absent = first_ND.new_zeros(len(aligned.token_SN) - 1, *first_ND.shape)
@@ -178,13 +178,6 @@ class PEagleHead(Eagle3Head):
         with where.clock("lm_head of the head"):
             logits_RU = self.logits(target, out_RD, 1)
         return logits_RU.unflatten(0, (len(starts), -1)).transpose(0, 1)
-
-
-def _deepest(aligned: Blocks) -> np.ndarray:
-    """Rows deeper than 0 that each chain has: as many as its deepest draft that counts needs [N]."""
-    valid_SN = np.asarray(aligned.valid_SN.tolist(), dtype=bool).reshape(aligned.valid_SN.shape)
-    depth_SN = np.arange(len(valid_SN))[:, None] * valid_SN
-    return np.asarray(depth_SN.max(0), dtype=np.int64)
 
 
 def _layout(aligned: Blocks, rows_N: np.ndarray) -> BlockLayout:
