@@ -369,13 +369,29 @@ FOLDERS: dict[str, Published] = {
         states=USUAL,
         expected={"layers": 2, "mask_token": 3, "depths": 8, "draft_vocabulary": 0},
     ),
-    "SpecForge P-EAGLE, without an embedding": Published(
+    "SpecForge P-EAGLE, its mask token written into the config": Published(
         "peagle",
-        OUTER | first_of_eagle3("midlayer.") | {"mask_hidden": (1, 3 * D)},
-        llama("PEagleDraftModel", draft_vocab_size=U, pard_token=5, num_depths=4),
-        eagle3(mask=5),
+        OUTER | PARALLEL | EMBEDDING,
+        llama(
+            "PEagleDraftModel",
+            num_hidden_layers=2,
+            draft_vocab_size=U,
+            norm_before_residual=True,
+            ptd_token_id=5,
+        ),
+        eagle3(first="layers.0.", later=LATER, flags=("norm_before_residual",), mask=5),
         states=USUAL,
         draft_tokens=U,
+        expected={"layers": 2, "mask_token": 5},
+    ),
+    "P-EAGLE with neither embedding nor lm_head, a flat mask": Published(
+        "peagle",
+        {name: size for name, size in OUTER.items() if name != "lm_head.weight"}
+        | first_of_eagle3("midlayer.")
+        | {"mask_hidden": (1, 3 * D)},
+        llama("LlamaForCausalLMEagle3", pard_token=5, num_depths=4),
+        eagle3(mask=5),
+        states=USUAL,
         expected={"layers": 1, "mask_token": 5, "depths": 4},
     ),
     "speculators P-EAGLE": Published(
@@ -386,6 +402,7 @@ FOLDERS: dict[str, Published] = {
             speculators_model_type="peagle",
             norm_before_residual=True,
             mask_token_id=3,
+            num_depths=8,
         ),
         eagle3(first="layers.0.", later=LATER, flags=("norm_before_residual",), mask=3),
         states=USUAL,

@@ -33,8 +33,10 @@ ENVIRONMENT = {
 }
 # Substrings of the head's path that make vLLM choose another method than the one asked for.
 METHOD_OVERRIDES = ("eagle-", "eagle3", "dflash", "dspark")
-METHODS = ("mtp", "eagle", "eagle3", "medusa", "draft_model", "speculators", "none")
-NO_PATH_MATTERS = ("eagle", "eagle3", "speculators", "none")  # methods that no path overrides
+METHODS = ("mtp", "eagle", "eagle3", "peagle", "medusa", "draft_model", "speculators", "none")
+# Methods that no path overrides.
+NO_PATH_MATTERS = ("eagle", "eagle3", "peagle", "speculators", "none")
+PARALLEL = {"peagle": "eagle3"}  # what vLLM calls them; one forward drafts all tokens
 MIMO = ["MiMoForCausalLM"]
 SMALLEST_CONTEXT = 1024
 COUNTER_PREFIX = "vllm:spec_decode_num_"
@@ -230,9 +232,11 @@ def engine_arguments(args: argparse.Namespace, prompts: list[Prompt]) -> dict[st
         return arguments | {"model": str(args.head), "tokenizer": str(args.target)}
     if args.method != "none":
         arguments["speculative_config"] = {
-            "method": args.method,
+            "method": PARALLEL.get(args.method, args.method),
             "num_speculative_tokens": args.k,
         } | ({} if args.head is None else {"model": str(args.head)})
+        if args.method in PARALLEL:
+            arguments["speculative_config"]["parallel_drafting"] = True
     if args.head is not None and architectures(args.head) == MIMO:
         # vLLM's MiMo-MTP class builds itself from the target's config, which has no such entry.
         arguments["hf_overrides"] = {"num_nextn_predict_layers": 1}

@@ -24,6 +24,7 @@ from mtp_train.heads.eagle3 import Eagle3Config
 from mtp_train.heads.families import build_head
 from mtp_train.heads.medusa import MedusaConfig
 from mtp_train.heads.mtp import MtpConfig
+from mtp_train.heads.peagle import PEagleConfig
 from mtp_train.losses.terms import default_weights
 from mtp_train.models.target import POST_NORM, Target
 from mtp_train.precompute.sources import EngineStates
@@ -38,6 +39,9 @@ REPEATS = 10  # of the answer that is to be known, for each time that the others
 EPOCHS = 14
 BLUR = 0.05  # of a draft model that is a copy of the target: noise over each weight's spread
 EAGLE3 = Eagle3Config(draft_vocabulary=2048)
+PEAGLE = PEagleConfig(  # every chain: it is to know a text after few steps
+    draft_vocabulary=2048, layers=2, depths=7, depth_share=1.0, least_share=1.0
+)
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ CASES = (
     Case("mimo", "mimo_mtp", MtpConfig(), "mtp", (3, 1)),
     Case("eagle", "eagle", EagleConfig(), "eagle", (3, 1)),
     Case("eagle3", "eagle3", EAGLE3, "eagle3", (3, 1), quick=True),
+    Case("peagle", "peagle", PEAGLE, "peagle", (7, 3, 1)),
     Case(
         "plugin",
         "mtp_train_vllm",
@@ -103,6 +108,7 @@ def small_head(target: Target, config: Any, known: Answer, others: Sequence[Answ
     settings = TrainConfig(
         epochs=EPOCHS,
         rows=256,
+        rollout_steps=head.steps or TrainConfig.rollout_steps,
         decay=1.0,
         loss=default_weights()
         | {"smooth_l1": 0.0},  # heads with an lm_head of their own have no such states

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -45,9 +45,9 @@ class Eagle3(Layout):
     name = "eagle3"
     family = Eagle3Head.family
     prefix = "midlayer."  # of the block; SGLang knows no other name, vLLM both
-    needs = NEEDS
-    never = (MASK,)
-    made: tuple[type[Any], type[Any]] = (Eagle3Config, Eagle3Head)
+    needs: ClassVar[tuple[str, ...]] = NEEDS
+    never: ClassVar[tuple[str, ...]] = (MASK,)
+    made: ClassVar[tuple[type[Any], type[Any]]] = (Eagle3Config, Eagle3Head)
 
     def head_faults(self, config: Any) -> Iterator[str]:
         if POST_NORM in config.states:
