@@ -23,7 +23,7 @@ from mtp_train.engine.engine import Engine, EngineConfig
 from mtp_train.engine.ngram import NgramProposer
 from mtp_train.engine.sampling import Sampling
 from mtp_train.engine.sequences import Completion, Request
-from mtp_train.heads import draft_model, eagle3, medusa, mtp
+from mtp_train.heads import draft_model, eagle3, medusa, mtp, peagle
 from mtp_train.heads.base import DraftHead
 from mtp_train.models.target import Target, config_values
 
@@ -41,6 +41,10 @@ def heads(target: Target) -> dict[str, DraftHead]:
     config = eagle3.settle(eagle3.Eagle3Config(draft_vocabulary=40, block="llama"), target, 40)
     made["eagle3"] = eagle3.Eagle3Head(target, config)
     made["eagle3"].vocabulary.copy_(counts[:40])
+    options = peagle.PEagleConfig(draft_vocabulary=40, layers=2, depths=3, block="llama")
+    named = eagle3.settle(peagle.settle(options, target, None), target, 40)
+    made["peagle"] = peagle.PEagleHead(target, named)
+    made["peagle"].vocabulary.copy_(counts[:40])
     made["medusa"] = medusa.MedusaHead(target, medusa.MedusaConfig(steps=3))
     model = config_values(toy_config(num_hidden_layers=1))
     made["draft_model"] = draft_model.DraftModelHead(
@@ -81,7 +85,7 @@ def outputs(target: Target, rank: int = 0) -> dict[str, list[list[Any]]]:
     """
     found = {}
     for name, proposer in proposers(target).items():
-        shift = 0 if name.startswith(("mtp", "eagle3", "medusa")) else rank
+        shift = 0 if name.startswith(("mtp", "eagle3", "peagle", "medusa")) else rank
         for kind, sampling in KINDS.items():
             own = [replace(r, seed=n + shift) if n % 2 else r for n, r in enumerate(REQUESTS)]
             rules = replace(sampling, seed=sampling.seed + shift)

@@ -487,6 +487,11 @@ def test_acceptance_of_a_draft_vocabulary_is_over_the_whole_vocabulary() -> None
             assert bool(agree[step, goal]) == bool(p[goal].argmax() == q.argmax())
     assert agree.any() and not agree.all()
     assert part_acceptance(student[:, :0], teacher[:0], whole, own, part)[0].shape == (2, 0)
+    goals = torch.stack([teacher, teacher.flip(0)])  # each step's own
+    mine, chosen = part_acceptance(student, goals, whole, own, part, chunk=3)
+    assert torch.equal(mine[0], alpha[0]) and torch.equal(chosen[0], agree[0])
+    flipped, _ = part_acceptance(student.flip(1), teacher, whole, own, part, chunk=3)
+    torch.testing.assert_close(mine[1], flipped[1].flip(0))
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ CHAIN = [
     "chain:ddp",
 ]
 # Every family but mtp, which all else here trains.
-HEADS = ["eagle", "eagle3", "medusa", "draft_model", "draft_model-tied", *FROZEN]
+HEADS = ["eagle", "eagle3", "peagle", "medusa", "draft_model", "draft_model-tied", *FROZEN]
 # Each is broken off after a step and goes on; only the replicas of a family are trained in one go too.
 MATRIX = [
     *(f"{head}-whole:ddp:0:{head}" for head in HEADS),

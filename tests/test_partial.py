@@ -90,6 +90,7 @@ MADE: dict[str, tuple[str, ...]] = {
     "mtp": (),
     "eagle": (),
     "eagle3": ("layer_1", "layer_2", "layer_3"),
+    "peagle": ("layer_1", "layer_2", "layer_3"),
     "medusa": (),
 }
 

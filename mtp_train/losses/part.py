@@ -16,14 +16,37 @@ from mtp_train.losses.chunked import CHUNK
 @torch.no_grad()
 def part_acceptance(
     student_SNE: Tensor,
-    teacher_ND: Tensor,
+    teacher: Tensor,
     head_VD: Tensor,
     student_head_UE: Tensor,
     vocabulary_U: Tensor,
     softcap: float | None = None,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """sum over the part of min(p, q), p over the whole vocabulary [S, N]; and whether both choose the same token."""
+    """sum over the part of min(p, q), p over the whole vocabulary [S, N]; and whether both choose the same token.
+
+    Args:
+        teacher: [N, D] where every step has the same goals, else [S, N, D].
+    """
+    output = head_VD, student_head_UE, vocabulary_U, softcap, chunk
+    if teacher.ndim == 2:
+        return _compared(student_SNE, teacher, *output)
+    pairs = zip(student_SNE.unsqueeze(1), teacher, strict=True)
+    alphas, agreements = zip(
+        *(_compared(one_1NE, teacher_ND, *output) for one_1NE, teacher_ND in pairs), strict=True
+    )
+    return torch.cat(alphas), torch.cat(agreements)
+
+
+def _compared(
+    student_SNE: Tensor,
+    teacher_ND: Tensor,
+    head_VD: Tensor,
+    student_head_UE: Tensor,
+    vocabulary_U: Tensor,
+    softcap: float | None,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
     own_UE = student_head_UE.to(head_VD.dtype)
     alphas, agreements = [], []
     for start in range(0, max(teacher_ND.shape[0], 1), chunk):
