@@ -155,7 +155,8 @@ def costs_table(model: Model) -> Table:
         target, observe = one["target"], one.get("observe") or ()
         for k in range(len(target)):
             told = ms(item(target, k)), ms(item(observe, k) if k else None)
-            draft = ms(one.get("draft") if k > 1 else None)
+            drafting = k > 1 or (k and one.get("at_once"))
+            draft = ms(one.get("draft") if drafting else None)
             row = figure(item(one.get("verified_row") or (), k - 1) if k else None)
             rows.append((count(one["batch"]), count(k), *told, draft, row))
     header = ("batch", "k", "target, k + 1 rows", "head over them", "a further draft")
