@@ -296,6 +296,11 @@ class DraftHead(nn.Module, ABC):
         """Parts that serve a draft step each, which share its parameters."""
         return 1
 
+    @property
+    def share(self) -> float:
+        """Of the chains that could be trained, how large a part a step trains, over all draft steps."""
+        return 1.0
+
     def extended(self, target: Target, config: Any) -> DraftHead:
         """This head with what a configuration asks for beyond it and can be begun from what it has."""
         return self

@@ -116,6 +116,10 @@ class DFlashHead(DraftHead):
         self.rule = AttentionRule(sizes.head_dim**-0.5, config.window or None)
         self.float()
 
+    @property
+    def share(self) -> float:
+        return float(self.config.anchor_share)
+
     def decoder_blocks(self) -> list[nn.Module]:
         return list(self.layers)
 

@@ -96,6 +96,11 @@ class PEagleHead(Eagle3Head):
     def parts(self) -> int:
         return 1
 
+    @property
+    def share(self) -> float:
+        depths = range(self.config.depths)
+        return sum(self._share(depth) for depth in depths) / len(depths)
+
     def embed(self, target: Target, token_T: Tensor) -> Tensor:
         embedded: Tensor = self.embed_tokens(token_T)
         return embedded

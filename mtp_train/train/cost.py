@@ -85,7 +85,8 @@ def train_flops(target: Target, head: DraftHead, config: TrainConfig) -> int:
     vocabulary = _loss_vocabulary(target, head, config)
     backward = 1 if own is None else 2  # by the states, and by a matrix that is trained
     per_step = 6 * block + 2 * _read_width(target, head) * vocabulary * (1 + backward)
-    return 2 * target.hidden_size * vocabulary + config.rollout_steps * per_step
+    steps = config.rollout_steps * head.share
+    return round(2 * target.hidden_size * vocabulary + steps * per_step)
 
 
 def _loss_bytes(target: Target, head: DraftHead, config: TrainConfig) -> int:
@@ -94,7 +95,7 @@ def _loss_bytes(target: Target, head: DraftHead, config: TrainConfig) -> int:
     vocabulary = _loss_vocabulary(target, head, config)
     part = vocabulary if vocabulary < target.vocab_size else 0
     logits = min(CHUNK, config.rows) * vocabulary * (LOGITS * FLOAT + width)
-    states = 2 * config.rollout_steps * config.rows * wide * FLOAT
+    states = round(2 * config.rollout_steps * config.rows * head.share * wide * FLOAT)
     rows_of_lm_head = part * target.hidden_size * width
     own = head.own_output()
     if own is None:
@@ -154,7 +155,8 @@ def _roll_out(head: DraftHead, target: Target, rows: int, steps: int) -> Unrolle
     states = {name: torch.empty(rows, wide, dtype=dtype) for name in head.states}
     with unset_fake_temporarily():  # rows are counted
         token_T = torch.ones(rows, dtype=torch.int64)
-        aligned = head.align(token_T, token_T, [0, rows], steps, start_N=torch.arange(rows))
+        start_N = torch.arange(0, rows, max(round(1 / head.share), 1))
+        aligned = head.align(token_T, token_T, [0, rows], steps, start_N=start_N)
     embedding: Any = _Embedding(wide, dtype)
     return head.unroll(embedding, aligned, states)
 
