@@ -55,6 +55,9 @@ VARIANTS: dict[str, Any] = {
     "eagle3.1": Eagle3Config(draft_vocabulary=40, fc_norm=True, norm_output=True),
     "eagle3-llama": Eagle3Config(draft_vocabulary=40, block="llama"),
     "eagle3-2-layers": Eagle3Config(draft_vocabulary=40, layers=2, norm_before_fc=True),
+    "peagle-window": PEagleConfig(
+        draft_vocabulary=40, layers=2, depths=3, window=4, depth_share=1.0, least_share=1.0
+    ),
     "peagle": PEagleConfig(
         draft_vocabulary=40, layers=2, depths=3, depth_share=1.0, least_share=1.0
     ),
@@ -70,6 +73,10 @@ VARIANTS: dict[str, Any] = {
         depth_share=1.0,
         least_share=1.0,
     ),
+    "mtp-window": MtpConfig(window=3),
+    "mtp-2-modules-window": MtpConfig(modules=2, window=4),
+    "eagle-window": EagleConfig(window=2, layers=2),
+    "eagle3-window": Eagle3Config(draft_vocabulary=40, window=5),
     "dflash": DFlashConfig(layers=2, block_size=4, target_states=2, anchor_share=1.0),
     "dflash-window": DFlashConfig(
         layers=1, block_size=4, target_states=2, window=5, anchor_share=1.0

@@ -830,3 +830,12 @@ def test_a_block_head_that_is_computed_otherwise_is_refused(
     rewrite(tmp_path / "out", config=changed)
     with pytest.raises(UserError, match=why):
         import_head(tmp_path / "out", target)
+
+
+def test_a_layout_without_a_place_for_a_window_refuses_one(target: Target) -> None:
+    for layout, config in (
+        ("mimo_mtp", MtpConfig(window=9)),
+        ("eagle", EagleConfig(window=9)),
+        ("eagle3", Eagle3Config(window=9, states=["layer_1", "layer_2", "layer_3"])),
+    ):
+        assert "head.window=9" in LAYOUTS[layout].not_held(config, target)

@@ -63,6 +63,25 @@ class AttentionContext(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Windowed:
+    """A context whose rows see no more than so many positions, their own the last."""
+
+    context: AttentionContext
+    window: int
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
+    ) -> Tensor:
+        own = self.window if rule.window is None else min(rule.window, self.window)
+        return self.context(layer, query, key, value, replace(rule, window=own))
+
+
+def windowed(context: AttentionContext, window: int) -> AttentionContext:
+    """The context with a window; as it is with none (0)."""
+    return Windowed(context, window) if window else context
+
+
 def _attend(
     module: nn.Module,
     query: Tensor,

@@ -42,6 +42,7 @@ class DFlash(Layout):
     name = "dflash"
     family = DFlashHead.family
     architecture = "DFlashDraftModel"
+    windows = True
     needs: ClassVar[tuple[str, ...]] = (
         "fc.weight",
         "hidden_norm.weight",

@@ -90,6 +90,7 @@ class Layout(ABC):
         forbidden: words that the folder's path must not contain.
         needs: patterns of tensor names (`|` between alternatives), each of which a folder of the layout has.
         never: patterns of tensor names that it has not.
+        windows: whether it says a head's window.
     """
 
     name: ClassVar[str]
@@ -97,12 +98,16 @@ class Layout(ABC):
     forbidden: ClassVar[tuple[str, ...]] = ()
     needs: ClassVar[tuple[str, ...]]
     never: ClassVar[tuple[str, ...]] = ()
+    windows: ClassVar[bool] = False
 
     def not_held(self, config: Any, target: Target | None = None) -> str:
         """Why a head of this configuration, for this target, can't go here; empty if it can."""
         if config.family != self.family:
             return f"head.family={config.family}"
         faults = list(self.head_faults(config))
+        window = getattr(config, "window", 0)
+        if window and not self.windows:
+            faults.append(f"head.window={window} (it has no place for one)")
         if not faults and target is not None:
             faults = list(self.target_faults(config, target))
         return ", ".join(faults)

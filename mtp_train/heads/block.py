@@ -167,6 +167,11 @@ def require_layer(layer: Layer, kind: str, init: str) -> None:
         raise UserError(rule, f"head.layer with {', '.join(sized)}", "set head.init=random")
 
 
+def require_window(window: int) -> None:
+    if window < 0:
+        raise UserError("head.window must be 0 or more", window, "use 0 for none")
+
+
 def require_layers(layers: int) -> None:
     if layers < 1:
         raise UserError("head.layers must be 1 or more", layers, "raise it")

@@ -37,6 +37,7 @@ from mtp_train.heads.block import (
     make_norm,
     require_layer,
     require_layers,
+    require_window,
     start_linears,
 )
 from mtp_train.models import plain
@@ -80,8 +81,7 @@ class DFlashConfig:
             if getattr(self, name) < least:
                 rule = f"head.{name} must be {least} or more"
                 raise UserError(rule, getattr(self, name), "raise it")
-        if self.window < 0:
-            raise UserError("head.window must be 0 or more", self.window, "use 0 for none")
+        require_window(self.window)
         if not 0 < self.anchor_share <= 1:
             rule = "head.anchor_share must lie in (0, 1]"
             raise UserError(rule, self.anchor_share, "use 0.25, or 1 for every chain")

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mtp_train.attention.interface import AttentionContext
+from mtp_train.attention.interface import AttentionContext, windowed
 from mtp_train.heads.base import Projection
 from mtp_train.heads.block import (
     Rotary,
@@ -29,6 +29,7 @@ from mtp_train.heads.block import (
     require_block,
     require_layer,
     require_layers,
+    require_window,
     run_block,
     start_linears,
 )
@@ -51,6 +52,7 @@ class EagleConfig:
         block: `target` for its own decoder layer class, `llama` for a plain Llama's of its sizes.
         layer: what a Llama block has for itself: its sizes, rms_norm_eps, rope_parameters.
         layers: decoder layers; those after the first begin as the identity, unless `init` is `random`.
+        window: positions that a row sees, its own the last; 0: all before it.
         fc_bias: whether `fc` has a bias, as the authors' own heads have; vLLM leaves it out.
         init: `last_layer`, `fitted` or `random`, as for `mtp`; without norms it begins near the same function.
         embedding_noise: standard deviation of the embedding half of `fc` at the start, over sqrt(D).
@@ -60,11 +62,13 @@ class EagleConfig:
     block: str = "target"
     layer: dict[str, Any] = field(default_factory=dict)
     layers: int = 1
+    window: int = 0
     fc_bias: bool = False
     init: str = "last_layer"
     embedding_noise: float = 0.1
 
     def __post_init__(self) -> None:
+        require_window(self.window)
         require_init(self.init, (*INITS, FITTED))
         require_layers(self.layers)
         require_block(self.block)
@@ -95,6 +99,7 @@ class EagleHead(ChainHead):
         self, embedding_TD: Tensor, state_TD: Tensor, position_T: Tensor, context: AttentionContext
     ) -> Tensor:
         """States [T, D] that predict the target's next ones, for rows (x[p+1], H[p], p)."""
+        context = windowed(context, self.config.window)
         rows_TD = self.fc(_halves(embedding_TD, state_TD).to(self.fc.weight.dtype))
         for block in self.decoder_blocks():
             rows_TD = run_block(block, self.rotary, rows_TD, position_T, context)

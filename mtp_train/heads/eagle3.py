@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mtp_train.attention.interface import AttentionContext
+from mtp_train.attention.interface import AttentionContext, windowed
 from mtp_train.core.errors import UserError
 from mtp_train.heads.block import (
     Rotary,
@@ -35,6 +35,7 @@ from mtp_train.heads.block import (
     require_block,
     require_layer,
     require_layers,
+    require_window,
     run_attention,
     run_block,
     set_gain,
@@ -64,6 +65,7 @@ class Eagle3Config:
         block: `target` for its own decoder layer class, `llama` for a plain Llama's of its sizes.
         layer: what a Llama block has for itself: its sizes, rms_norm_eps, rope_parameters.
         layers: decoder layers; those after the first begin as the identity, unless `init` is `random`.
+        window: positions that a row sees, its own the last; 0: all before it.
         init: `last_layer` begins as the target's last layer applied to the third state, with the target's own final
             norm and lm_head rows; `random` does not.
         embedding_noise: standard deviation of the embedding half of q, k and v at the start, over sqrt(D).
@@ -78,6 +80,7 @@ class Eagle3Config:
     block: str = "target"
     layer: dict[str, Any] = field(default_factory=dict)
     layers: int = 1
+    window: int = 0
     init: str = "last_layer"
     embedding_noise: float = 0.1
     states: list[str] = field(default_factory=list)
@@ -88,6 +91,7 @@ class Eagle3Config:
     norm_output: bool = False
 
     def __post_init__(self) -> None:
+        require_window(self.window)
         require_init(self.init)
         require_block(self.block)
         require_layers(self.layers)
@@ -159,6 +163,7 @@ class Eagle3Head(ChainHead):
         self, embedding_TD: Tensor, state_TD: Tensor, position_T: Tensor, context: AttentionContext
     ) -> Tensor:
         """What the next step is fed [T, D], for rows (x[p+1], fused or own state, p)."""
+        context = windowed(context, self.config.window)
         normed_TD = self.hidden_norm(state_TD)
         rows = torch.cat([self.block.input_layernorm(embedding_TD), normed_TD], dim=-1)
         residual_TD = normed_TD if self.config.norm_before_residual else state_TD

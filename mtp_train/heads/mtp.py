@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mtp_train.attention.interface import AttentionContext
+from mtp_train.attention.interface import AttentionContext, windowed
 from mtp_train.core.errors import UserError
 from mtp_train.heads.base import Projection
 from mtp_train.heads.block import (
@@ -38,6 +38,7 @@ from mtp_train.heads.block import (
     make_block,
     make_norm,
     require_block,
+    require_window,
     run_block,
     start_linears,
 )
@@ -58,6 +59,7 @@ class MtpConfig:
             (see `start`, also for heads without some norm); `fitted` as that, with the projection fitted to the
             features by least squares; `native` as the MTP modules that the target was published with (see `native`);
             `random` as none of them.
+        window: positions that a row sees, its own the last; 0: all before it.
         embedding_noise: standard deviation of the embedding half of `eh_proj` at the start, over sqrt(D).
         enorm, hnorm, input_norm, final_norm: whether the head has these norms; input_norm is the block's first.
     """
@@ -66,6 +68,7 @@ class MtpConfig:
     modules: int = 1
     block: str = "target"
     init: str = "last_layer"
+    window: int = 0
     embedding_noise: float = 0.1
     enorm: bool = True
     hnorm: bool = True
@@ -73,6 +76,7 @@ class MtpConfig:
     final_norm: bool = True
 
     def __post_init__(self) -> None:
+        require_window(self.window)
         require_init(self.init, (*INITS, FITTED, "native"))
         require_block(self.block)
         if self.modules < 1:
@@ -138,6 +142,7 @@ class MtpHead(ChainHead):
         self, embedding_TD: Tensor, state_TD: Tensor, position_T: Tensor, context: AttentionContext
     ) -> Tensor:
         """The first module's states [T, D] that predict the target's next ones, for rows (x[p+1], H[p], p)."""
+        context = windowed(context, self.config.window)
         halves = self._halves(embedding_TD * (position_T != 0).unsqueeze(-1), state_TD)
         rows_TD = self.eh_proj(halves.to(self.eh_proj.weight.dtype))
         out: Tensor = self.final_norm(
