@@ -55,6 +55,7 @@ class KeptContext(PackedContext):
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
     ) -> Tensor:
+        query, key, value = (as_autocast(rows) for rows in (query, key, value))
         self.written[layer] = key, value
         return super().__call__(layer, query, key, value, rule)
 
