@@ -55,9 +55,6 @@ VARIANTS: dict[str, Any] = {
     "eagle3.1": Eagle3Config(draft_vocabulary=40, fc_norm=True, norm_output=True),
     "eagle3-llama": Eagle3Config(draft_vocabulary=40, block="llama"),
     "eagle3-2-layers": Eagle3Config(draft_vocabulary=40, layers=2, norm_before_fc=True),
-    "peagle-window": PEagleConfig(
-        draft_vocabulary=40, layers=2, depths=3, window=4, depth_share=1.0, least_share=1.0
-    ),
     "peagle": PEagleConfig(
         draft_vocabulary=40, layers=2, depths=3, depth_share=1.0, least_share=1.0
     ),
@@ -73,16 +70,29 @@ VARIANTS: dict[str, Any] = {
         depth_share=1.0,
         least_share=1.0,
     ),
+    "dflash": DFlashConfig(layers=2, block_size=4, target_states=2, anchor_share=1.0),
+    "dspark": DSparkConfig(
+        layers=2, block_size=3, target_states=2, markov_rank=8, anchor_share=1.0
+    ),
+    "medusa": MedusaConfig(),
+    "medusa-frozen": MedusaConfig(layers=2, own_lm_heads=False, bias=True),
+    "draft_model": DraftModelConfig(model=SMALL_MODEL),
+    "draft_model-tied": DraftModelConfig(
+        model=SMALL_MODEL | {"tie_word_embeddings": True, "vocab_size": 70}
+    ),
+    "draft_model-fewer": DraftModelConfig(model=SMALL_MODEL | {"vocab_size": 50}),
+}
+# What a window changes is attention alone: the tests of what each row sees run these too.
+WINDOWED: dict[str, Any] = {
+    "peagle-window": PEagleConfig(
+        draft_vocabulary=40, layers=2, depths=3, window=4, depth_share=1.0, least_share=1.0
+    ),
     "mtp-window": MtpConfig(window=3),
     "mtp-2-modules-window": MtpConfig(modules=2, window=4),
     "eagle-window": EagleConfig(window=2, layers=2),
     "eagle3-window": Eagle3Config(draft_vocabulary=40, window=5),
-    "dflash": DFlashConfig(layers=2, block_size=4, target_states=2, anchor_share=1.0),
     "dflash-window": DFlashConfig(
         layers=1, block_size=4, target_states=2, window=5, anchor_share=1.0
-    ),
-    "dspark": DSparkConfig(
-        layers=2, block_size=3, target_states=2, markov_rank=8, anchor_share=1.0
     ),
     "dspark-window": DSparkConfig(
         layers=2,
@@ -93,13 +103,6 @@ VARIANTS: dict[str, Any] = {
         mask_token=9,
         anchor_share=1.0,
     ),
-    "medusa": MedusaConfig(),
-    "medusa-frozen": MedusaConfig(layers=2, own_lm_heads=False, bias=True),
-    "draft_model": DraftModelConfig(model=SMALL_MODEL),
-    "draft_model-tied": DraftModelConfig(
-        model=SMALL_MODEL | {"tie_word_embeddings": True, "vocab_size": 70}
-    ),
-    "draft_model-fewer": DraftModelConfig(model=SMALL_MODEL | {"vocab_size": 50}),
 }
 FROZEN: dict[str, Any] = {  # a part of it is not trained
     "draft_model-frozen": DraftModelConfig(model=SMALL_MODEL, freeze_embedding=True),
@@ -112,7 +115,7 @@ FROZEN: dict[str, Any] = {  # a part of it is not trained
 def make_variant(target: Target, name: str, seed: int = 0) -> DraftHead:
     """A head whose every parameter differs from its start, so that none may be ignored."""
     counts = torch.arange(target.vocab_size)
-    head = build_head(target, (VARIANTS | FROZEN)[name], seed, counts)
+    head = build_head(target, (VARIANTS | WINDOWED | FROZEN)[name], seed, counts)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for parameter in head.parameters():

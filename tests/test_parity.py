@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from head_variants import VARIANTS, make_variant
+from head_variants import VARIANTS, WINDOWED, make_variant
 from toy_families import CONFIGS, toy
 
 from mtp_train.attention.packed import PackedContext
@@ -38,7 +38,7 @@ def texts() -> list[torch.Tensor]:
     return [torch.randint(61, (length,), generator=generator) for length in (40, 23, 31)]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", VARIANTS | WINDOWED)
 def test_training_logits_equal_the_engines_at_draft_steps_1_to_3(
     toy_target: Target, texts: list[torch.Tensor], variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,7 +223,7 @@ def captured_states(
         )
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", VARIANTS | WINDOWED)
 def test_validation_through_the_engine_equals_the_trainers(
     toy_target: Target, texts: list[torch.Tensor], variant: str
 ) -> None:

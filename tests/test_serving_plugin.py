@@ -24,7 +24,7 @@ from mtp_train.models.target import Target
 from mtp_train.serving_plugin.rows import Rows
 
 LAYOUT = "mtp_train_vllm"
-HEADS = [name for name in VARIANTS if name.startswith("mtp") and "window" not in name]
+HEADS = [name for name in VARIANTS if name.startswith("mtp")]
 
 
 @pytest.fixture
