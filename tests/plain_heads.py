@@ -44,8 +44,8 @@ def turned(rows_NTH: Tensor, theta: float) -> Tensor:
     return torch.cat([moved.real, moved.imag], -1)
 
 
-def attention(w: Weights, prefix: str, rows: Tensor, sizes: Sizes) -> Tensor:
-    """Causal attention with whatever biases and q and k norms the layer has."""
+def attention(w: Weights, prefix: str, rows: Tensor, sizes: Sizes, both_ways: int = 0) -> Tensor:
+    """Causal attention with whatever biases and q and k norms the layer has; the last `both_ways` rows see all."""
 
     def heads(kind: str, count: int) -> Tensor:
         out = rows @ w[f"{prefix}self_attn.{kind}_proj.weight"].T
@@ -63,7 +63,9 @@ def attention(w: Weights, prefix: str, rows: Tensor, sizes: Sizes) -> Tensor:
     for at, one in enumerate(query):
         shared = at * sizes.kv_heads // sizes.heads
         score = one @ key[shared].T / one.shape[-1] ** 0.5
-        score = score + torch.full_like(score, float("-inf")).triu(1)
+        unseen = torch.full_like(score, float("-inf")).triu(1)
+        unseen[len(rows) - both_ways :] = 0
+        score = score + unseen
         out.append(score.softmax(-1) @ value[shared])
     return torch.cat(out, -1) @ w[f"{prefix}self_attn.o_proj.weight"].T
 
@@ -160,6 +162,27 @@ def eagle3(
     return (
         found if "norm_output" in flags else [norm(one, w["norm.weight"], sizes) for one in found]
     )
+
+
+def dflash(
+    w: Weights,
+    embedding: Tensor,
+    states: list[Tensor],
+    steps: int,
+    sizes: Sizes,
+    mask: int,
+    first_slot: int = 1,
+) -> list[Tensor]:
+    """DFlash (z-lab's `dflash.py`) and DSpark's backbone: what the lm_head reads of a block behind the states."""
+    context = norm(torch.cat(states, -1) @ w["fc.weight"].T, w["hidden_norm.weight"], sizes)
+    unknown = w["embed_tokens.weight"][mask].expand(steps + first_slot - 1, -1)
+    rows = torch.cat([embedding[len(context) - 1].unsqueeze(0), unknown])
+    for number in range(len({name for name in w if name.endswith("self_attn.q_proj.weight")})):
+        prefix = f"layers.{number}."
+        x = norm(rows, w[f"{prefix}input_layernorm.weight"], sizes)
+        mixed = attention(w, prefix, torch.cat([context, x]), sizes, both_ways=len(x))
+        rows = rest(w, prefix, rows + mixed[-len(x) :], sizes)
+    return list(norm(rows, w["norm.weight"], sizes)[first_slot:])
 
 
 def mimo(w: Weights, embedding: Tensor, state: Tensor, steps: int, sizes: Sizes) -> list[Tensor]:

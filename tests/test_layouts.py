@@ -19,7 +19,7 @@ from toys import make_target, toy_config
 from transformers import AutoConfig
 
 from mtp_train.core.errors import UserError
-from mtp_train.export import eagle, eagle3
+from mtp_train.export import dflash, eagle, eagle3
 from mtp_train.export.formats import LAYOUTS, USUAL, usual
 from mtp_train.export.layout import METHOD_WORDS
 from mtp_train.export.stage import RECORD, ExportConfig, export_head, import_head
@@ -385,8 +385,11 @@ def test_a_fault_that_writing_and_reading_share_is_caught(
         ("eagle3", "eagle3", {"norm_output": True}),
         ("eagle3", "eagle3", {eagle3.IDS: [2, 3, 5]}),
         ("eagle3", "eagle3", {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}),
+        ("dspark-window", "dspark", {"is_causal": None}),
+        ("dflash", "dflash", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 5}),
+        ("dspark", "dspark", {"target_layer_ids": [1, 3]}),
     ],
-    ids=["epsilon", "residual", "fed back", "layers", "rope"],
+    ids=["epsilon", "residual", "fed back", "layers", "rope", "causal", "window", "states"],
 )
 def test_a_wrong_key_in_the_config_is_caught(
     target: Target,
@@ -812,16 +815,51 @@ def test_a_block_head_as_others_write_it(target: Target, tmp_path: Path, variant
 @pytest.mark.parametrize(
     ("variant", "change", "why"),
     [
-        ("dflash", {"dflash_config": {"causal": True}}, "see each other; received causal true"),
-        ("dspark", {"markov_head_type": "gated"}, "plain Markov head; received .*gated"),
-        ("dspark", {"sample_from_anchor": False}, "from its anchor on"),
+        ("dflash", {"is_causal": None, "dflash_config": {"causal": True}}, "see each other"),
+        ("dflash", {"is_causal": True}, "see each other; received causal layers"),
+        ("dflash-window", {"is_causal": None, "dflash_config": {"causal": None}}, "see each other"),
+        ("dspark-window", {"is_causal": None}, "see each other; received causal layers"),
+        ("dspark", {"markov_head_type": "gated"}, "markov_head_type vanilla; received .*gated"),
+        ("dspark", {"sample_from_anchor": False}, "sample_from_anchor True; received"),
+        (
+            "dflash",
+            {"dflash_config": {"sample_from_anchor": True}},
+            "sample_from_anchor False; rec",
+        ),
+        ("dspark", {"dspark_bonus_anchor": True}, "received dspark_bonus_anchor True"),
+        ("dspark", {"confidence_head_with_markov": False}, "confidence_head_with_markov True; rec"),
+        ("dspark", {"confidence_temperatures": [1.0]}, "above 0 for each of 3 drafts"),
+        ("dspark", {"confidence_temperatures": [1.0, 0.0, 1.0]}, "above 0 for each of 3 drafts"),
+        ("dflash", {"dflash_config": {"attention_value_scale": 0.5}}, "attention_value_scale 1.0"),
+        ("dflash", {"dflash_config": {"final_logit_softcapping": 30.0}}, "final_logit_softcapping"),
+        ("dflash", {"is_neox_style": False}, "is_neox_style True; received is_neox_style False"),
+        ("dspark", {"logit_scale": 0.5}, "logit_scale 1.0; received logit_scale 0.5"),
         ("dflash", {"layer_types": ["full_attention", "sliding_attention"]}, "all have one window"),
+        (
+            "dflash-window",
+            {"sliding_window": None, "dflash_config": {"swa_window_size": None}},
+            "must say its size as sliding_window; received None",
+        ),
+        ("dflash", {"dflash_config": {"target_layer_ids": [1, 60]}}, "from 0 to 6 at most"),
+        (
+            "dflash",
+            {"dflash_config": {"target_layer_ids": [4, 1]}},
+            r"must rise.*received \[4, 1\]",
+        ),
+        (
+            "dflash",
+            {"dflash_config": {"target_layer_ids": None}},
+            "target_layer_ids; received none",
+        ),
+        ("dflash", {"dflash_config": {"mask_token_id": 600}}, "from 0 to 60; received 600"),
+        ("dspark", {"mask_token_id": None}, "mask_token_id, from 0 to 60; received none"),
+        ("dflash", {"block_size": None}, "block_size, from 2; received none"),
     ],
 )
 def test_a_block_head_that_is_computed_otherwise_is_refused(
     target: Target, tmp_path: Path, variant: str, change: dict[str, Any], why: str
 ) -> None:
-    exported(target, variant, variant, tmp_path / "out")
+    exported(target, variant, variant.split("-")[0], tmp_path / "out")
 
     def changed(config: dict[str, Any]) -> None:
         for key, value in change.items():
@@ -830,6 +868,55 @@ def test_a_block_head_that_is_computed_otherwise_is_refused(
     rewrite(tmp_path / "out", config=changed)
     with pytest.raises(UserError, match=why):
         import_head(tmp_path / "out", target)
+
+
+def test_a_block_head_of_part_of_the_vocabulary_is_refused(target: Target, tmp_path: Path) -> None:
+    exported(target, "dflash", "dflash", tmp_path / "out")
+
+    def fewer(found: dict[str, torch.Tensor]) -> None:
+        found |= {"d2t": torch.zeros(40, dtype=torch.int64), "lm_head.weight": torch.zeros(40, 32)}
+
+    rewrite(tmp_path / "out", fewer)
+    with pytest.raises(UserError, match="all 61 tokens; received d2t, which names 40 of them"):
+        import_head(tmp_path / "out", target)
+
+
+@pytest.mark.parametrize(
+    ("said", "window", "causal"),
+    [
+        ({}, 0, False),
+        ({"layer_types": ["full_attention"] * 2, "sliding_window": 9}, 0, False),
+        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 9}, 9, True),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 9, "is_causal": False}, 9, False),
+        ({"dflash_config": {"use_swa": True, "swa_window_size": 3}}, 3, False),
+        ({"dflash_config": {"use_swa": True}, "sliding_window": 9}, 9, False),
+        ({"dflash_config": {"causal": True}, "is_causal": False}, 0, False),
+        ({"dflash_config": {"causal": True}}, 0, True),
+        (
+            {
+                "layer_types": ["sliding_attention"],
+                "sliding_window": 9,
+                "dflash_config": {"swa_window_size": 3, "causal": False},
+            },
+            3,
+            False,
+        ),
+    ],
+)
+def test_a_block_heads_attention_is_what_vllm_makes_of_its_config(
+    said: dict[str, Any], window: int, causal: bool
+) -> None:
+    """vLLM 0.32, `_resolve_layer_attention` and `_dflash_layer_causal` of `models/qwen3_dflash.py`."""
+    assert dflash.attention(said) == (window, causal)
+
+
+def test_a_windowed_block_head_is_said_not_to_be_causal(target: Target, tmp_path: Path) -> None:
+    """Without a word vLLM makes layers with a window causal; SGLang does so always, and is not offered."""
+    for variant, said in (("dflash", "makes layers with a window causal"), ("dspark", "vLLM")):
+        folder = tmp_path / f"windowed-{variant[1]}"
+        exported(target, f"{variant}-window", variant, folder)
+        assert config_of(folder)["is_causal"] is False
+        assert said in (folder / "README.md").read_text()
 
 
 def test_a_layout_without_a_place_for_a_window_refuses_one(target: Target) -> None:

@@ -153,10 +153,33 @@ def medusa(layers: int, name: Callable[[int, int], str]) -> Any:
     return read
 
 
+def dflash(sizes: Sizes = LLAMA, first_slot: int = 1) -> Any:
+    return lambda w, e, states: plain_heads.dflash(w, e, states, STEPS, sizes, 3, first_slot)
+
+
+def block_head(architecture: str, **keys: Any) -> dict[str, Any]:
+    """A config.json of a block head as its trainers write it: Qwen3's keys and their own."""
+    layer = {"model_type": "qwen3", "head_dim": 8, "attention_bias": False, "num_hidden_layers": 2}
+    layers = {"layer_types": ["full_attention"] * 2, "num_target_layers": 7, "block_size": 4}
+    return llama(architecture, **layer | layers | keys)
+
+
 USUAL = ("layer_2", "layer_3", "layer_4")  # vLLM's default for 7 layers: 2, 7 // 2, 7 - 3
 EAGLE3 = {"layout": "eagle3", "states": USUAL, "draft_tokens": U}
 PARALLEL = first_of_eagle3("layers.0.") | block("layers.1.") | {"mask_hidden": (1, 1, 3 * D)}
 LATER = (("layers.1.", "input_layernorm"),)
+BLOCKS: Shapes = (
+    {"fc.weight": (D, 2 * D), "hidden_norm.weight": (D,), "norm.weight": (D,)}
+    | block("layers.0.", head_norms=True)
+    | block("layers.1.", head_norms=True)
+)
+MARKOV: Shapes = {
+    "markov_head.markov_w1.weight": (V, 8),
+    "markov_head.markov_w2.weight": (V, 8),
+    "confidence_head.proj.weight": (1, D + 8),
+    "confidence_head.proj.bias": (1,),
+}
+SPECULATED: dict[str, Any] = {"aux_hidden_state_layer_ids": [2, 5], "mask_token_id": 3}
 MIMO = {
     f"model.mtp_layers.0.{name}.weight": (D,)
     for name in ("token_layernorm", "hidden_layernorm", "final_layernorm")
@@ -409,6 +432,74 @@ FOLDERS: dict[str, Published] = {
         draft_tokens=U,
         expected={"layers": 2, "mask_token": 3, "norm_before_residual": True},
     ),
+    # --- DFlash and DSpark
+    "z-lab DFlash": Published(
+        "dflash",
+        BLOCKS,
+        block_head(
+            "DFlashDraftModel", dflash_config={"mask_token_id": 3, "target_layer_ids": [1, 4]}
+        )
+        | {"auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "rope_theta": 1e6},
+        dflash(Sizes(theta=1e6)),
+        states=("layer_2", "layer_5"),
+        dtype=torch.bfloat16,
+        expected={"layers": 2, "block_size": 4, "mask_token": 3, "window": 0},
+    ),
+    "z-lab DFlash, layers below model., a window that is not used": Published(
+        "dflash",
+        {f"model.{name}": shape for name, shape in BLOCKS.items()},
+        block_head(
+            "DFlashDraftModel", dflash_config={"mask_token_id": 3, "target_layer_ids": [1, 4]}
+        )
+        | {"sliding_window": 8, "use_sliding_window": False},
+        lambda w, e, states: dflash()(
+            {name.removeprefix("model."): value for name, value in w.items()}, e, states
+        ),
+        states=("layer_2", "layer_5"),
+        expected={"window": 0},
+    ),
+    "speculators DFlash, embedding beside it": Published(
+        "dflash",
+        BLOCKS | EMBEDDING,
+        speculators(
+            {"model_type": "qwen3", "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2},
+            **SPECULATED | {"architectures": ["DFlashSpeculator"], "block_size": 4},
+            speculators_model_type="dflash",
+            sample_from_anchor=False,
+            sliding_window_non_causal=False,
+        ),
+        dflash(),
+        states=("layer_2", "layer_5"),
+        expected={"block_size": 4, "mask_token": 3, "window": 0},
+    ),
+    "DSpark as vLLM reads it": Published(
+        "dspark",
+        BLOCKS | MARKOV,
+        block_head("Qwen3DSparkModel", target_layer_ids=[1, 4], mask_token_id=3, block_size=3)
+        | {"markov_rank": 8, "markov_head_type": "vanilla", "enable_confidence_head": True}
+        | {"confidence_head_with_markov": True},
+        dflash(first_slot=0),
+        states=("layer_2", "layer_5"),
+        dtype=torch.bfloat16,
+        expected={"block_size": 3, "mask_token": 3, "markov_rank": 8},
+    ),
+    "speculators DSpark": Published(
+        "dspark",
+        BLOCKS | MARKOV,
+        speculators(
+            {"model_type": "qwen3", "num_hidden_layers": 2},
+            **SPECULATED | {"architectures": ["DSparkSpeculator"], "block_size": 3},
+            speculators_model_type="dspark",
+            sample_from_anchor=True,
+            markov_rank=8,
+            markov_head_type="vanilla",
+            enable_confidence_head=True,
+            confidence_head_with_markov=True,
+        ),
+        dflash(first_slot=0),
+        states=("layer_2", "layer_5"),
+        expected={"block_size": 3, "mask_token": 3, "markov_rank": 8},
+    ),
     # --- Medusa
     "Medusa 1, biases, fewer heads in its config": Published(
         "medusa",
@@ -520,8 +611,12 @@ def drafted(
     mask_T, start_N = torch.ones_like(token_T), torch.tensor([LAST])
     aligned = head.align(token_T, mask_T, [0, ROWS], STEPS, start_N=start_N)
     with torch.no_grad():
-        read_SNE = head.unroll(target, aligned, states).read_SNE
-        return [head.project(target, read_NE, at)[0] for at, read_NE in enumerate(read_SNE)]
+        found = head.unroll(target, aligned, states)
+        logits = [head.project(target, one, at)[0] for at, one in enumerate(found.read_SNE)]
+        if found.bias is not None:
+            read_SNR, matrix_VR = found.bias
+            logits = [one + matrix_VR @ read_SNR[at, 0] for at, one in enumerate(logits)]
+        return logits
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -547,6 +642,9 @@ def test_a_published_head_is_recognised_read_and_drafts(name: str, tmp_path: Pat
             zip(drafted(head, target, token_T, states), read, strict=True)
         ):
             expected = one @ output(weights, target, step).T
+            if "markov_head.markov_w1.weight" in weights:
+                before_R = weights["markov_head.markov_w1.weight"][token_T[LAST + 1 + step]]
+                expected = expected + weights["markov_head.markov_w2.weight"] @ before_R
             torch.testing.assert_close(ours, expected, atol=2e-4, rtol=1e-3)
 
     served = Engine(target, ChainProposer(target, head, 2), SMALL).generate(REQUESTS)
