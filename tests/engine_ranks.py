@@ -23,7 +23,7 @@ from mtp_train.engine.engine import Engine, EngineConfig
 from mtp_train.engine.ngram import NgramProposer
 from mtp_train.engine.sampling import Sampling
 from mtp_train.engine.sequences import Completion, Request
-from mtp_train.heads import draft_model, eagle3, medusa, mtp, peagle
+from mtp_train.heads import dflash, draft_model, dspark, eagle3, medusa, mtp, peagle
 from mtp_train.heads.base import DraftHead
 from mtp_train.models.target import Target, config_values
 
@@ -45,6 +45,11 @@ def heads(target: Target) -> dict[str, DraftHead]:
     named = eagle3.settle(peagle.settle(options, target, None), target, 40)
     made["peagle"] = peagle.PEagleHead(target, named)
     made["peagle"].vocabulary.copy_(counts[:40])
+    for family, made_of, options in (
+        ("dflash", dflash.DFlashHead, dflash.DFlashConfig(layers=2, block_size=4, target_states=2)),
+        ("dspark", dspark.DSparkHead, dspark.DSparkConfig(layers=1, block_size=3, target_states=1)),
+    ):
+        made[family] = made_of(target, dflash.settle(options, target, None))
     made["medusa"] = medusa.MedusaHead(target, medusa.MedusaConfig(steps=3))
     model = config_values(toy_config(num_hidden_layers=1))
     made["draft_model"] = draft_model.DraftModelHead(

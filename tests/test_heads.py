@@ -149,6 +149,24 @@ def test_a_card_without_settings_is_an_mtp_head_with_all_norms(
 # --- training -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("variant", ["mtp", "dflash", "dspark", "peagle"])
+def test_a_pack_without_a_trained_token_weighs_nothing(
+    toy_target: Target, variant: str, tmp_path: Path
+) -> None:
+    head = make_variant(toy_target, variant)
+    pack = load_pack(features(toy_target, head, tmp_path), range(2), CPU)
+    pack = replace(pack, loss_mask_T=torch.zeros_like(pack.loss_mask_T))
+    module = RolloutModule(head, toy_target, loss=LossConfig(loss_of(head)))
+    loss = module(pack, 3, seed=1).values.loss
+    loss.backward()
+    assert float(loss.detach()) == 0.0
+    assert not any(
+        bool(one.grad.any()) or bool(one.grad.isnan().any())
+        for one in head.parameters()
+        if one.grad is not None
+    )
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_parameter_gets_a_gradient(toy_target: Target, variant: str, tmp_path: Path) -> None:
     head = make_variant(toy_target, variant)
