@@ -349,7 +349,7 @@ def _without_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
     layer = config[LAYER]
     sliding = SLIDING in (layer.get("layer_types") or [])
     beside = {key: value for key, value in config.items() if key not in (LAYER, "architectures")}
-    said = {CAUSAL: sliding and not config.get("sliding_window_non_causal", False)}
+    said: dict[str, Any] = {CAUSAL: sliding and not config.get("sliding_window_non_causal", False)}
     if isinstance(config.get(NUMBERED), list):
         said[IDS] = [number - 1 for number in config[NUMBERED]]
     said["sample_from_anchor"] = bool(config.get("sample_from_anchor", False))
