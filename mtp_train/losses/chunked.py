@@ -13,10 +13,11 @@ With t the target's logits, z the head's, p and q their softmax and d = z - t, t
 
 so every sum of them is a q - b p - c m q + r q d - h [label] with one number per goal for each letter. A target that
 caps its logits, c tanh(x / c), caps t, and z where the head shares its lm_head: the gradient by x is that by z times
-1 - (z / c)^2.
+1 - (z / c)^2. A low rank that a head adds to its logits, r M^T, has its own two products beside those of the output
+matrix: with G the gradient by z, that by r is G M and that by M is G^T r.
 
 Shapes: N goals, S draft steps, C goals of a chunk, B of a block, D the target's width, E the head's width (D unless its
-output matrix is its own), V vocabulary (or the part of it that the matrices hold).
+output matrix is its own), V vocabulary (or the part of it that the matrices hold), R rank.
 """
 
 from __future__ import annotations
@@ -54,13 +55,14 @@ def distill(
     weight_SN: Tensor | None = None,
     label_N: Tensor | None = None,
     student_head: Tensor | None = None,
+    bias: tuple[Tensor, Tensor] | None = None,
     lk_eta: float = 3.0,
     softcap: float | None = None,
     measure: bool = False,
     report: Sequence[str] = (),
     chunk: int = CHUNK,
 ) -> LossValues:
-    """sum over steps and goals of weight_SN * sum_k weights[k] * term_k, with gradients to states and student head.
+    """sum over steps and goals of weight_SN * sum_k weights[k] * term_k, with gradients to all that is the student's.
 
     The weights of goals go in, rather than a mean coming out, because the gradient of a trained output matrix sums over
     goals: it could not be weighted afterwards without a second projection.
@@ -75,6 +77,7 @@ def distill(
         label_N: int64, rows of the matrix, -1 where the label is none of them (see `label_rows`); for hard_ce.
         student_head: the head's own output matrix over the same rows, [V, E], or one per step, [S, V, E]; gradients
             flow to it, summed in float32. By default the frozen lm_head.
+        bias: (read [S, N, R], matrix [V, R]), whose product is added to the student's logits; gradients flow to both.
         softcap: of the target's logits; a head's own output matrix has none.
         measure: compute alpha and kl too.
         report: terms whose values are wanted without a weight.
@@ -84,12 +87,22 @@ def distill(
     plan = _Plan(chosen, lk_eta, softcap, measure, unweighted)
     assert plan.weights.keys() <= {*ON_DISTRIBUTION, *ON_LABELS}, plan.weights
     assert label_N is not None or "hard_ce" not in plan.weights, "hard_ce needs labels"
+    capped = softcap is not None and student_head is None
+    assert bias is None or not capped, "a low rank is added to logits that have no cap"
     if label_N is None:
         label_N = torch.zeros(len(teacher_ND), dtype=torch.int64, device=teacher_ND.device)
     if weight_SN is None:
         weight_SN = torch.ones(student_SNE.shape[:2], device=student_SNE.device)
     loss, values, alpha, agree = _Distill.apply(
-        student_SNE, student_head, teacher_ND, head_VD, weight_SN, label_N, plan, chunk
+        student_SNE,
+        student_head,
+        *(bias or (None, None)),
+        teacher_ND,
+        head_VD,
+        weight_SN,
+        label_N,
+        plan,
+        chunk,
     )
     terms = dict(zip(plan.reported, values, strict=True))
     return LossValues(loss, terms, alpha, agree, (label_N < 0).sum())
@@ -162,6 +175,8 @@ class _Distill(torch.autograd.Function):
         ctx: Any,
         student: Tensor,
         student_head: Tensor | None,
+        read: Tensor | None,
+        low_rank: Tensor | None,
         teacher: Tensor,
         head: Tensor,
         weight: Tensor,
@@ -170,18 +185,19 @@ class _Distill(torch.autograd.Function):
         chunk: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         steps, goals, _ = student.shape
-        work = _Chunk(min(chunk, max(goals, 1)), steps, head, student_head, plan)
+        work = _Chunk(min(chunk, max(goals, 1)), steps, head, student_head, low_rank, plan)
         block = _Block(min(chunk, _cached_rows(head)), head, student_head is None, plan)
         values = torch.zeros(len(plan.reported), steps, goals, dtype=block.wide, device=head.device)
         alpha = torch.zeros(steps, goals, dtype=block.wide, device=head.device)
         agree = torch.zeros(steps, goals, dtype=torch.bool, device=head.device)
-        to_states, to_head, *_ = ctx.needs_input_grad
-        gradient = torch.zeros_like(student) if to_states else None
-        summed = _HeadGradient(student_head, block.wide, head.dtype) if to_head else None
-        differentiate = bool(plan.weights) and (to_states or to_head)
+        wanted = ctx.needs_input_grad[:4]
+        gradients = _Gradients(
+            wanted, student, student_head, read, low_rank, block.wide, head.dtype
+        )
+        differentiate = bool(plan.weights) and any(wanted)
         for start in range(0, goals if plan.reported else 0, chunk):
             part = slice(start, min(start + chunk, goals))
-            work.project(teacher[part], student[:, part])
+            work.project(teacher[part], student[:, part], None if read is None else read[:, part])
             for rows in block.parts(part.stop - start):
                 at = slice(start + rows.start, start + rows.stop)
                 taught = None if work.taught is None else work.taught[rows]
@@ -195,11 +211,8 @@ class _Distill(torch.autograd.Function):
                         block.differentiate(logits)
             for step in range(steps if differentiate else 0):
                 scale = plan.factor * weight[step, part].unsqueeze(-1)
-                if gradient is not None:
-                    gradient[step, part] = scale * work.to_states(step)
-                if summed is not None:
-                    summed.add(work.projected[step], scale * student[step, part], step)
-        ctx.save_for_backward(gradient, None if summed is None else summed.total)
+                gradients.add(work, step, part, scale)
+        ctx.save_for_backward(*gradients.all)
         ctx.mark_non_differentiable(values, alpha, agree)
         total = torch.zeros((), dtype=block.wide, device=head.device)
         for index, name in enumerate(plan.weights):
@@ -215,14 +228,53 @@ class _Distill(torch.autograd.Function):
         return (*gradients, *(None,) * 6)
 
 
-class _HeadGradient:
-    """The gradient of the student's output matrix, summed over chunks and steps."""
+class _Gradients:
+    """Gradients of all that is the student's, None where not wanted; filled a chunk at a time."""
 
-    def __init__(self, student_head: Tensor | None, wide: torch.dtype, matmul: torch.dtype) -> None:
-        assert student_head is not None
-        self.total = torch.zeros_like(student_head, dtype=wide)
+    def __init__(
+        self,
+        wanted: Sequence[bool],
+        student: Tensor,
+        student_head: Tensor | None,
+        read: Tensor | None,
+        low_rank: Tensor | None,
+        wide: torch.dtype,
+        matmul: torch.dtype,
+    ) -> None:
+        to_states, to_head, to_read, to_rank = wanted
+        self.student, self.read = student, read
+        self.states = torch.zeros_like(student) if to_states else None
+        self.head = _MatrixGradient(student_head, wide, matmul) if to_head else None
+        self.reads = torch.zeros_like(read) if to_read and read is not None else None
+        self.rank = _MatrixGradient(low_rank, wide, matmul) if to_rank else None
+
+    def add(self, work: _Chunk, step: int, part: slice, scale_C1: Tensor) -> None:
+        """Take in a chunk's gradient by the logits of one step."""
+        logits_CV = work.projected[step]
+        if self.states is not None:
+            self.states[step, part] = scale_C1 * work.to_states(step)
+        if self.head is not None:
+            self.head.add(logits_CV, scale_C1 * self.student[step, part], step)
+        if self.reads is not None:
+            self.reads[step, part] = scale_C1 * work.to_read(step)
+        if self.rank is not None and self.read is not None:
+            self.rank.add(logits_CV, scale_C1 * self.read[step, part], step)
+
+    @property
+    def all(self) -> tuple[Tensor | None, ...]:
+        """By states, output matrix, what the low rank reads, and its matrix."""
+        head, rank = (None if one is None else one.total for one in (self.head, self.rank))
+        return self.states, head, self.reads, rank
+
+
+class _MatrixGradient:
+    """The gradient of a matrix of the student's, summed over chunks and steps."""
+
+    def __init__(self, matrix: Tensor | None, wide: torch.dtype, matmul: torch.dtype) -> None:
+        assert matrix is not None
+        self.total = torch.zeros_like(matrix, dtype=wide)
         self.part = torch.empty(
-            student_head.shape[-2:], dtype=matmul, device=student_head.device
+            matrix.shape[-2:], dtype=matmul, device=matrix.device
         )  # one chunk's
 
     def add(self, gradient_CV: Tensor, state_CE: Tensor, step: int) -> None:
@@ -237,14 +289,23 @@ class _Chunk:
     """
 
     def __init__(
-        self, chunk: int, steps: int, head_VD: Tensor, student_head: Tensor | None, plan: _Plan
+        self,
+        chunk: int,
+        steps: int,
+        head_VD: Tensor,
+        student_head: Tensor | None,
+        low_rank_VR: Tensor | None,
+        plan: _Plan,
     ) -> None:
         self.head, self.plan = head_VD, plan
-        self.own = None if student_head is None else student_head.detach().to(head_VD.dtype)
+        self.own, self.low_rank = (
+            None if matrix is None else matrix.detach().to(head_VD.dtype)
+            for matrix in (student_head, low_rank_VR)
+        )
         matrices = steps + 1 if plan.target else steps
         self.buffers = [head_VD.new_empty(chunk, len(head_VD)) for _ in range(matrices)]
 
-    def project(self, teacher_CD: Tensor, student_SCE: Tensor) -> None:
+    def project(self, teacher_CD: Tensor, student_SCE: Tensor, read_SCR: Tensor | None) -> None:
         """The logits of a chunk of goals: the target's, and of every step the student's.
 
         Where they are held against the target's and the output matrix is shared, the student's are those of the
@@ -260,10 +321,18 @@ class _Chunk:
         for step, state_CE in enumerate(student_SCE):
             matrix_VE = self._matrix(step)
             torch.mm(state_CE.to(matrix_VE.dtype), matrix_VE.T, out=self.projected[step])
+            if read_SCR is not None and self.low_rank is not None:
+                read_CR = read_SCR[step].to(self.low_rank.dtype)
+                self.projected[step].addmm_(read_CR, self.low_rank.T)
 
     def to_states(self, step: int) -> Tensor:
         """The gradient by the logits projected back to the student's states [C, E]."""
         return self.projected[step] @ self._matrix(step)
+
+    def to_read(self, step: int) -> Tensor:
+        """The gradient by the logits projected back to what the low rank reads [C, R]."""
+        assert self.low_rank is not None
+        return self.projected[step] @ self.low_rank
 
     def _matrix(self, step: int) -> Tensor:
         if self.own is None:

@@ -2,7 +2,8 @@
 
 The loss renormalises the target over the part, which would flatter such a head; acceptance is against the whole.
 
-Shapes: N goals, S draft steps, C goals of a chunk, D the target's width, E the head's, V vocabulary, U its part.
+Shapes: N goals, S draft steps, C goals of a chunk, D the target's width, E the head's, V vocabulary, U its part, R
+rank.
 """
 
 from __future__ import annotations
@@ -18,23 +19,35 @@ def part_acceptance(
     student_SNE: Tensor,
     teacher: Tensor,
     head_VD: Tensor,
-    student_head_UE: Tensor,
+    student_head: Tensor,
     vocabulary_U: Tensor,
     softcap: float | None = None,
     chunk: int = CHUNK,
+    bias: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """sum over the part of min(p, q), p over the whole vocabulary [S, N]; and whether both choose the same token.
 
     Args:
         teacher: [N, D] where every step has the same goals, else [S, N, D].
+        student_head: [U, E], or one per step, [S, U, E].
+        bias: (read [S, N, R], matrix [U, R]), whose product is added to the student's logits.
     """
-    output = head_VD, student_head_UE, vocabulary_U, softcap, chunk
+    if bias is not None:  # one product gives the sum
+        read_SNR, matrix_UR = bias
+        matrix = matrix_UR.expand(*student_head.shape[:-1], -1)
+        student_head = torch.cat([student_head, matrix.to(student_head.dtype)], dim=-1)
+        student_SNE = torch.cat([student_SNE, read_SNR.to(student_SNE.dtype)], dim=-1)
+    output = head_VD, student_head, vocabulary_U, softcap, chunk
     if teacher.ndim == 2:
         return _compared(student_SNE, teacher, *output)
-    pairs = zip(student_SNE.unsqueeze(1), teacher, strict=True)
-    alphas, agreements = zip(
-        *(_compared(one_1NE, teacher_ND, *output) for one_1NE, teacher_ND in pairs), strict=True
-    )
+    alphas, agreements = [], []
+    for step, teacher_ND in enumerate(teacher):
+        own_UE = student_head if student_head.ndim == 2 else student_head[step]
+        alpha_1N, agree_1N = _compared(
+            student_SNE[step : step + 1], teacher_ND, head_VD, own_UE, *output[2:]
+        )
+        alphas.append(alpha_1N)
+        agreements.append(agree_1N)
     return torch.cat(alphas), torch.cat(agreements)
 
 
@@ -42,12 +55,13 @@ def _compared(
     student_SNE: Tensor,
     teacher_ND: Tensor,
     head_VD: Tensor,
-    student_head_UE: Tensor,
+    student_head: Tensor,
     vocabulary_U: Tensor,
     softcap: float | None,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    own_UE = student_head_UE.to(head_VD.dtype)
+    steps, own = len(student_SNE), student_head.to(head_VD.dtype)
+    own_SUE = own.expand(steps, *own.shape[-2:])
     alphas, agreements = [], []
     for start in range(0, max(teacher_ND.shape[0], 1), chunk):
         teacher_CD = teacher_ND[start : start + chunk].to(head_VD.dtype)
@@ -56,11 +70,10 @@ def _compared(
         if softcap is not None:  # the target's
             logits_CV = torch.tanh(logits_CV / softcap) * softcap
         choice_C, p_CU = logits_CV.argmax(-1), torch.softmax(logits_CV, dim=-1)[:, vocabulary_U]
-        for student_CE in student_SCE:
+        for student_CE, own_UE in zip(student_SCE, own_SUE, strict=True):
             logits_CU = (student_CE @ own_UE.T).float()
             alphas.append(torch.minimum(p_CU, torch.softmax(logits_CU, dim=-1)).sum(-1))
             agreements.append(vocabulary_U[logits_CU.argmax(-1)] == choice_C)
-    steps = len(student_SNE)
     return _joined(alphas, steps), _joined(agreements, steps)
 
 

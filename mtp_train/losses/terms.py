@@ -7,9 +7,8 @@ Shapes: N goals, S draft steps, C goals of a chunk, D the target's width, E the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,7 +110,7 @@ class Compared:
         student: what the head's lm_head reads [S, N, E].
         teacher: the target's states at the goals, [N, D] for every step alike, or [S, N, D].
         head_VD: the frozen lm_head, or its rows of a part of the vocabulary.
-        label: int64, rows of that matrix, -1 where the label is none of them: [N] or [S, N].
+        label: int64, rows of that matrix, -1 where the label is none of them: [N] for every step alike, or [S, N].
         student_head: the head's own output matrix, as `chunked.distill` has it.
         bias: (read [S, N, R], matrix [V, R]) of a low rank, whose product is added to the student's logits.
         confidence_SN: the head's logit of a draft's chance.
@@ -128,28 +127,69 @@ class Compared:
     softcap: float | None = None
 
     def with_bias(self) -> tuple[Tensor, Tensor | None]:
-        """Student and output matrix, the low rank beside them: one product gives the sum."""
+        """Student and output matrix, the low rank beside them: one product gives the sum.
+
+        For definitions, which know no low rank; `chunked.distill` multiplies each alone.
+        """
         if self.bias is None:
             return self.student, self.student_head
-        assert self.softcap is None, "a cap belongs to logits without a bias"
         read_SNR, matrix_VR = self.bias
-        own = self.head_VD if self.student_head is None else self.student_head
-        joined = torch.cat([own.to(matrix_VR.dtype), matrix_VR], dim=-1)
+        own = self.student_head
+        if own is None:
+            assert self.softcap is None, "a low rank is added to logits that have no cap"
+            own = self.head_VD
+        matrix = matrix_VR.expand(*own.shape[:-1], -1)
+        joined = torch.cat([own.to(matrix.dtype), matrix], dim=-1)
         return torch.cat([self.student, read_SNR.to(self.student.dtype)], dim=-1), joined
 
     @property
-    def flat(self) -> Compared:
-        """The same comparison as one step of S * N goals, where each step has goals of its own."""
-        if self.teacher.ndim == 2:
-            return self
+    def parts(self) -> list[Compared]:
+        """The same comparison in parts whose steps all have the same goals and labels.
+
+        One of all steps where they have them already, one of a single step of S * N goals, or one of each step where
+        each step has an output matrix of its own.
+        """
+        if self.teacher.ndim == 2 and (self.label is None or self.label.ndim == 1):
+            return [self]
+        if self.student_head is None or self.student_head.ndim == 2:
+            return [self._flat]
+        return [self._step(step) for step in range(len(self.student))]
+
+    def goals(self, part: slice) -> Compared:
+        """Some of the goals, of a comparison whose steps all have the same."""
+        return replace(
+            self,
+            student=self.student[:, part],
+            teacher=self.teacher[part],
+            label=None if self.label is None else self.label[part],
+            bias=self.bias and (self.bias[0][:, part], self.bias[1]),
+            confidence_SN=None if self.confidence_SN is None else self.confidence_SN[:, part],
+        )
+
+    @property
+    def _flat(self) -> Compared:
+        shape = self.student.shape[:2]
         bias = self.bias and (self.bias[0].flatten(0, 1).unsqueeze(0), self.bias[1])
         return replace(
             self,
             student=self.student.flatten(0, 1).unsqueeze(0),
-            teacher=self.teacher.flatten(0, 1),
-            label=None if self.label is None else self.label.flatten(),
+            teacher=self.teacher.expand(*shape, -1).flatten(0, 1),
+            label=None if self.label is None else self.label.expand(shape).flatten(),
             bias=bias,
             confidence_SN=None if self.confidence_SN is None else self.confidence_SN.reshape(1, -1),
+        )
+
+    def _step(self, step: int) -> Compared:
+        one = slice(step, step + 1)
+        teacher, label, own = self.teacher, self.label, self.student_head
+        return replace(
+            self,
+            student=self.student[one],
+            teacher=teacher if teacher.ndim == 2 else teacher[step],
+            label=label if label is None or label.ndim == 1 else label[step],
+            student_head=None if own is None else own[step],
+            bias=self.bias and (self.bias[0][one], self.bias[1]),
+            confidence_SN=None if self.confidence_SN is None else self.confidence_SN[one],
         )
 
 
@@ -174,36 +214,54 @@ def weighted_loss(
     Raises:
         UserError: a term compares states of unequal width, or a confidence that the head has not.
     """
-    flat, shape = of.flat, of.student.shape[:2]
     if config.step_weights == D_PACE:
         assert start_SN is not None and valid_SN is not None, "D-PACE weighs chains"
-        chance_SN = label_chances(flat, chunk).reshape(shape)
-        weight_SN = weight_SN * d_pace(chance_SN, start_SN, valid_SN)
-    values = _weighted(config, flat, weight_SN.reshape(flat.student.shape[:2]), measure, chunk)
-    return replace(
-        values,
-        terms={name: value.reshape(shape) for name, value in values.terms.items()},
-        alpha_SN=values.alpha_SN.reshape(shape),
-        agree_SN=values.agree_SN.reshape(shape),
+        weight_SN = weight_SN * d_pace(label_chances(of, chunk), start_SN, valid_SN)
+    parts = of.parts
+    weight_of = weight_SN.reshape(len(parts), *parts[0].student.shape[:2])
+    values = [
+        _weighted(config, part, weight, measure, chunk)
+        for part, weight in zip(parts, weight_of, strict=True)
+    ]
+    return values[0] if parts[0] is of else _joined(values, of)
+
+
+def _joined(values: list[LossValues], of: Compared) -> LossValues:
+    """The values of parts as those of the whole."""
+    outside = values[0].outside if of.label is None else (of.label < 0).sum()
+
+    def whole(tensors: Iterable[Tensor]) -> Tensor:
+        return torch.cat(list(tensors)).reshape(of.student.shape[:2])
+
+    return LossValues(
+        loss=torch.stack([one.loss for one in values]).sum(),
+        terms={name: whole(one.terms[name] for one in values) for name in values[0].terms},
+        alpha_SN=whole(one.alpha_SN for one in values),
+        agree_SN=whole(one.agree_SN for one in values),
+        outside=outside,
     )
 
 
 @torch.no_grad()
 def label_chances(of: Compared, chunk: int = CHUNK) -> Tensor:
     """The student's chance of each label [S, N]; 0 of one that is not among the rows."""
-    student, own = of.with_bias()
-    found = distill(
-        student.detach(),
-        of.teacher,
-        of.head_VD,
-        {"hard_ce": 1.0},
-        label_N=of.label,
-        student_head=own,
-        softcap=of.softcap,
-        chunk=chunk,
-    )
     assert of.label is not None, "a chance is of a label"
-    return torch.exp(-found.terms["hard_ce"]) * (of.label >= 0)
+    found = [
+        distill(
+            part.student,
+            part.teacher,
+            part.head_VD,
+            {"hard_ce": 1.0},
+            label_N=part.label,
+            student_head=part.student_head,
+            bias=part.bias,
+            softcap=part.softcap,
+            chunk=chunk,
+        ).terms["hard_ce"]
+        for part in of.parts
+    ]
+    shape = of.student.shape[:2]
+    return torch.exp(-torch.cat(found).reshape(shape)) * (of.label >= 0).expand(shape)
 
 
 def _weighted(
@@ -216,15 +274,15 @@ def _weighted(
         if twin is not None:
             fused[twin[0]] = fused.get(twin[0], 0.0) + twin[1] * weights[name]
     sure = config.enabled("confidence")
-    student, own = of.with_bias()
     values = distill(
-        student,
+        of.student,
         of.teacher,
         of.head_VD,
         fused,
         weight_SN=weight_SN,
         label_N=of.label,
-        student_head=own,
+        student_head=of.student_head,
+        bias=of.bias,
         lk_eta=config.lk_eta,
         softcap=of.softcap,
         measure=measure,
@@ -244,7 +302,8 @@ def _weighted(
         if of.confidence_SN is None:
             rule = f"{name} is a loss of heads that say how sure they are"
             raise UserError(rule, "a head that does not", f"set train.loss.{name} to 0")
-        value_SN = TERMS[name].reference(of.confidence_SN.float(), found["tv"])
+        said_SN = of.confidence_SN.to(found["tv"].dtype)  # float32 at least
+        value_SN = TERMS[name].reference(said_SN, found["tv"])
         loss = loss + weight * (value_SN * weight_SN).sum()
         terms[name] = value_SN.detach()
     return replace(values, loss=loss, terms=terms)
@@ -267,23 +326,22 @@ def by_autograd(
 
     A chunk is computed again in the backward pass, so that logits of one exist at a time.
     """
-    student, own = of.with_bias()
-    frozen = of.head_VD
 
-    def value(student_SCE: Tensor, own: Tensor | None, teacher: Tensor, label: Any) -> Tensor:
+    def value(some: Compared) -> Tensor:
+        student_SCE, own = some.with_bias()
+        rows, teacher, own = (
+            None if tensor is None else tensor.to(student_SCE.dtype)
+            for tensor in (some.head_VD, some.teacher, own)
+        )
         if term.on == "labels":
-            return term.reference(student_SCE, frozen.to(student_SCE.dtype), label, own, of.softcap)
-        teacher, rows = teacher.to(student_SCE.dtype), frozen.to(student_SCE.dtype)
-        return term.reference(student_SCE, teacher, rows, own, of.softcap)
+            return term.reference(student_SCE, rows, some.label, own, some.softcap)
+        return term.reference(student_SCE, teacher, rows, own, some.softcap)
 
     found: list[Tensor] = []
-    total = student.new_zeros(())
-    for first in range(0, student.shape[1], chunk):
+    total = of.student.new_zeros(())
+    for first in range(0, of.student.shape[1], chunk):
         part = slice(first, first + chunk)
-        label = None if of.label is None else of.label[part]
-        value_SC = checkpoint(
-            value, student[:, part], own, of.teacher[part], label, use_reentrant=False
-        )
+        value_SC = checkpoint(value, of.goals(part), use_reentrant=False)
         total = total + (value_SC * weight_SN[:, part]).sum()
         found.append(value_SC.detach())
     return (torch.cat(found, dim=1) if found else torch.zeros_like(weight_SN)), total

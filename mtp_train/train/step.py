@@ -105,13 +105,10 @@ class RolloutModule(nn.Module):
             measure=measure,
         )
         if measure and part is not None and own is not None:  # the head's own part
-            flat, shape = compared.flat, aligned.valid_SN.shape
             alpha_SN, agree_SN = part_acceptance(
-                flat.student, flat.teacher, self._whole, own, part, target.logit_softcap
+                student, teacher, self._whole, own, part, target.logit_softcap, bias=bias
             )
-            values = replace(
-                values, alpha_SN=alpha_SN.reshape(shape), agree_SN=agree_SN.reshape(shape)
-            )
+            values = replace(values, alpha_SN=alpha_SN, agree_SN=agree_SN)
         return PackLoss(values, aligned, found.confidence_SN)
 
     def _own_output(self, part: Tensor | None, steps: int) -> Tensor | None:
