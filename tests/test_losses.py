@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -778,6 +779,14 @@ def test_a_confidence_is_held_against_the_chance_of_acceptance() -> None:
     torch.testing.assert_close(
         gradient, ((0.5 - result.alpha_SN) * of["weight"]).float(), atol=1e-6, rtol=1e-5
     )
+    assert not torch.autograd.grad(  # what it is held against is a number
+        weighted_loss(
+            LossConfig({"confidence": 1.0}),
+            replace(compared, confidence_SN=torch.zeros(2, 9, requires_grad=True)),
+            weight_SN=of["weight"],
+        ).loss,
+        of["student"],
+    )[0].any()
     with pytest.raises(UserError, match=r"heads that say how sure they are; .*train\.loss\.confid"):
         weighted_loss(
             LossConfig({"confidence": 1.0}),
@@ -786,39 +795,102 @@ def test_a_confidence_is_held_against_the_chance_of_acceptance() -> None:
         )
 
 
-def slow_d_pace(chance: dict[int, list[float]]) -> dict[int, list[float]]:
-    """By chain: the weights of its steps, each product and sum written out."""
-    found = {}
-    for chain, q in chance.items():
-        s = [0.5 * one + 0.5 for one in q]
-        reached = [math.prod(s[: j + 1]) for j in range(len(s))]
-        scale = len(s) * (len(s) + 1) / 2
-        found[chain] = [sum(reached[k:]) / scale for k in range(len(s))]
-    return found
+DSPARK = {"hard_ce": 0.1, "l1": 0.9, "confidence": 1.0}
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("head", ["shared", "own", "per step"])
+@pytest.mark.parametrize("own_goals", [False, True])
+def test_dsparks_loss_is_its_equation(own_goals: bool, head: str, softcap: float | None) -> None:
+    """Beside a low rank where logits have no cap; what the confidence reads is differentiated, its mark is not."""
+    of = case(2, CHUNK + 1, head, seed=9)
+    generator = torch.Generator().manual_seed(10)
+    said_SN = torch.randn(2, CHUNK + 1, generator=generator, dtype=torch.float64)
+    said_SN.requires_grad_()
+    teacher, label = of["teacher"], of["label"]
+    if own_goals:
+        teacher = torch.stack([teacher, teacher.flip(0)])
+        label = torch.stack([label, label.flip(0)])
+    bias = None if head == "shared" and softcap is not None else low_rank(of)
+    compared = Compared(
+        of["student"], teacher, of["head"], label, of["student_head"], bias, said_SN, softcap
+    )
+    result = weighted_loss(LossConfig(DSPARK), compared, weight_SN=of["weight"], chunk=CHUNK)
+    student, own = compared.with_bias()
+    logits = student @ (of["head"] if own is None else own).mT
+    taught = teacher @ of["head"].T
+    if softcap is not None:
+        taught = softcap * torch.tanh(taught / softcap)
+        logits = softcap * torch.tanh(logits / softcap) if own is None else logits
+    log_q = torch.log_softmax(logits, -1)
+    l1_SN = (log_q.exp() - torch.softmax(taught, -1)).abs().sum(-1)
+    label_SN = label.expand(2, -1)
+    picked_SN = log_q.gather(-1, label_SN.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    chance_SN, sure_SN = (1 - l1_SN / 2).detach(), torch.sigmoid(said_SN)
+    slow = {
+        "hard_ce": -picked_SN * (label_SN >= 0),
+        "l1": l1_SN,
+        "confidence": -(chance_SN * sure_SN.log() + (1 - chance_SN) * (1 - sure_SN).log()),
+    }
+    assert result.terms.keys() == slow.keys()
+    for name, value_SN in slow.items():
+        torch.testing.assert_close(result.terms[name], value_SN.detach())
+    total = torch.stack([DSPARK[name] * (slow[name] * of["weight"]).sum() for name in slow]).sum()
+    torch.testing.assert_close(result.loss, total)
+    inputs = trained(of, said_SN, *(bias or ()))
+    torch.testing.assert_close(
+        torch.autograd.grad(result.loss, inputs), torch.autograd.grad(total, inputs)
+    )
+
+
+def slow_d_pace(chance: dict[int, float], steps: int) -> dict[int, float]:
+    """One chain's weights by step, each product and sum written out; chances of the steps that exist."""
+    s = [0.5 * chance.get(step, 0.0) + 0.5 for step in range(steps)]
+    scale = steps * (steps + 1) / 2
+    return {k: sum(math.prod(s[: j + 1]) for j in chance if j >= k) / scale for k in chance}
+
+
+@pytest.mark.parametrize("holes", [False, True])
 @pytest.mark.parametrize("layout", ["chains", "blocks"])
-def test_d_paces_weights_are_the_slow_ones(layout: str) -> None:
-    """Chains: goal g's step s belongs to the chain of row g - 1 - s. Blocks: every column is a chain."""
+def test_d_paces_weights_are_the_slow_ones(layout: str, holes: bool) -> None:
+    """Chains: goal g's step s belongs to the chain of row g - 1 - s. Blocks: every column is a chain.
+
+    Values that do not exist have a chance that must not be read, and point to a chain that others have (0).
+    """
     generator = torch.Generator().manual_seed(0)
     chance_SN = torch.rand(3, 8, generator=generator)
     goal = torch.arange(8)
     start_SN = torch.stack([goal - 1 - step if layout == "chains" else goal for step in range(3)])
     valid_SN = start_SN >= 0
-    found_SN = d_pace(chance_SN, start_SN.clamp(min=0), valid_SN)
-    chance: dict[int, list[float]] = {}
+    if holes:  # within chains, at their ends, and a whole chain
+        valid_SN[1, 4] = valid_SN[2, 5] = valid_SN[1, 6] = valid_SN[2, 6] = valid_SN[0, 7] = False
+        valid_SN[:, 3] = False
+    chance_SN[~valid_SN] = torch.nan
+    found_SN = d_pace(chance_SN, torch.where(valid_SN, start_SN, 0), valid_SN)
+    checked = 0
     for chain in range(8):
-        chance[chain] = [0.0] * 3
-        for step in range(3):
-            column = (start_SN[step] == chain).nonzero()
-            if len(column):
-                chance[chain][step] = float(chance_SN[step, column[0, 0]])
-    slow = slow_d_pace(chance)
-    for step in range(3):
-        for column in range(8):
-            if valid_SN[step, column]:
-                chain = int(start_SN[step, column])
-                assert float(found_SN[step, column]) == pytest.approx(slow[chain][step], rel=1e-5)
+        at = {
+            step: int(column)
+            for step in range(3)
+            for column in range(8)
+            if valid_SN[step, column] and int(start_SN[step, column]) == chain
+        }
+        slow = slow_d_pace({step: float(chance_SN[step, n]) for step, n in at.items()}, 3)
+        for step, column in at.items():
+            assert float(found_SN[step, column]) == pytest.approx(slow[step], rel=1e-5)
+            checked += 1
+    assert checked == int(valid_SN.sum()) > 0
+
+
+def test_a_chain_that_is_sure_of_itself_weighs_one_and_a_short_one_its_share() -> None:
+    """By hand: q = .6 of a chain's only step of 7 weighs .8 of the 28 products that a whole chain may have."""
+    start_SN = torch.zeros(7, 1, dtype=torch.int64)
+    valid_SN = torch.ones(7, 1, dtype=torch.bool)
+    assert float(d_pace(torch.ones(7, 1), start_SN, valid_SN).sum()) == pytest.approx(1.0)
+    valid_SN[1:] = False
+    short = d_pace(torch.full((7, 1), 0.6), start_SN, valid_SN)
+    assert float(short[0, 0]) == pytest.approx(0.8 / 28)
+    assert d_pace(torch.rand(3, 0), start_SN[:3, :0], valid_SN[:3, :0]).shape == (3, 0)
 
 
 def test_d_pace_weighs_a_loss_by_the_students_own_chances() -> None:
@@ -836,6 +908,65 @@ def test_d_pace_weighs_a_loss_by_the_students_own_chances() -> None:
     expected = (ce_SN * weight_SN).sum()
     torch.testing.assert_close(result.loss, expected)
     torch.testing.assert_close(gradients(result.loss, of), gradients(expected, of))
+
+
+@pytest.mark.parametrize("head", ["shared", "own", "per step"])
+@pytest.mark.parametrize("layout", ["chains", "blocks"])
+def test_d_pace_weighs_any_layout_head_and_low_rank(layout: str, head: str) -> None:
+    """The weights are numbers to every gradient; chances are those of logits with the low rank."""
+    of = case(3, CHUNK + 1, head, seed=8)
+    goal = torch.arange(CHUNK + 1)
+    start_SN = torch.stack([goal - 1 - step if layout == "chains" else goal for step in range(3)])
+    valid_SN, start_SN = start_SN >= 0, start_SN.clamp(min=0)
+    label, teacher = of["label"], of["teacher"]
+    if layout == "blocks":
+        label = torch.stack([label.roll(step) for step in range(3)])
+        teacher = torch.stack([teacher.roll(step, 0) for step in range(3)])
+    bias = low_rank(of)
+    compared = Compared(of["student"], teacher, of["head"], label, of["student_head"], bias)
+    weight_SN = of["weight"] * valid_SN
+    result = weighted_loss(
+        LossConfig({"hard_ce": 1.0}, step_weights="d_pace"),
+        compared,
+        weight_SN=weight_SN,
+        start_SN=start_SN,
+        valid_SN=valid_SN,
+        chunk=CHUNK,
+    )
+    student, own = compared.with_bias()
+    log_q = torch.log_softmax(student @ (of["head"] if own is None else own).mT, -1)
+    label_SN = label.expand(3, -1)
+    picked_SN = log_q.gather(-1, label_SN.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    known_SN = label_SN >= 0
+    paced_SN = d_pace((picked_SN.exp() * known_SN).detach(), start_SN, valid_SN)
+    expected = (-picked_SN * known_SN * weight_SN * paced_SN).sum()
+    torch.testing.assert_close(result.loss, expected)
+    inputs = trained(of, *bias)
+    torch.testing.assert_close(
+        torch.autograd.grad(result.loss, inputs), torch.autograd.grad(expected, inputs)
+    )
+
+
+def test_d_pace_costs_one_more_projection_forward() -> None:
+    """Two steps of three chunks: each is projected once more, and nothing is projected back for its weights."""
+    products = {}
+    for rule in ("uniform", "d_pace"):
+        of = case(2, 2 * CHUNK + 1, "own")
+        compared = Compared(
+            of["student"], of["teacher"], of["head"], of["label"], of["student_head"]
+        )
+        start_SN = torch.arange(2 * CHUNK + 1).expand(2, -1)
+        with Watch() as seen:
+            weighted_loss(
+                LossConfig({"hard_ce": 1.0}, step_weights=rule),
+                compared,
+                weight_SN=of["weight"],
+                start_SN=start_SN,
+                valid_SN=torch.ones_like(start_SN, dtype=torch.bool),
+                chunk=CHUNK,
+            ).loss.backward()
+        products[rule] = seen.calls["mm"]
+    assert products["d_pace"] - products["uniform"] == 2 * 3 < products["uniform"] == 3 * 2 * 3
 
 
 def test_exponential_weights_by_hand() -> None:
@@ -872,6 +1003,101 @@ def test_a_term_that_has_only_its_definition_runs_by_autograd(
     expected = ((0.4 * plain(of, "kl") + 0.6 * slow) * of["weight"]).sum()
     torch.testing.assert_close(result.loss, expected)
     torch.testing.assert_close(found, gradients(expected, of))
+
+
+def focal(
+    student: Tensor, head: Tensor, label: Tensor, own: Tensor | None, cap: float | None
+) -> Tensor:
+    """Another, on labels."""
+    ce_SN = reference.hard_ce(student, head, label, own, cap)
+    return (1 - torch.exp(-ce_SN)) ** 2 * ce_SN
+
+
+@pytest.mark.parametrize("head", ["shared", "own", "per step"])
+@pytest.mark.parametrize("own_goals", [False, True])
+def test_a_made_up_term_trains_beside_the_others(
+    own_goals: bool, head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two entries are all that it takes: with goals of each step's own, any output matrix and a low rank."""
+    monkeypatch.setitem(TERMS, "hellinger", Term("distribution", hellinger))
+    monkeypatch.setitem(TERMS, "focal", Term("labels", focal))
+    of = case(2, CHUNK + 1, head, seed=11)
+    of["weight"] = torch.ones_like(of["weight"])
+    teacher, label, bias = of["teacher"], of["label"], low_rank(of)
+    if own_goals:
+        teacher = torch.stack([teacher, teacher.flip(0)])
+        label = torch.stack([label, label.flip(0)])
+    compared = Compared(of["student"], teacher, of["head"], label, of["student_head"], bias)
+    config = LossConfig({"tv": 0.4, "hellinger": 0.6, "focal": 0.1})
+
+    def loss() -> LossValues:
+        return weighted_loss(config, compared, weight_SN=of["weight"], chunk=CHUNK)
+
+    first = loss()
+    student, own = compared.with_bias()
+    slow = torch.zeros((), dtype=torch.float64)
+    for step in range(2):
+        matrix = own if own is None or own.ndim == 2 else own[step]
+        one = student[step : step + 1]
+        taught = teacher[step] if own_goals else teacher
+        meant = label[step] if own_goals else label
+        slow = slow + 0.4 * reference.tv(one, taught, of["head"], matrix).sum()
+        slow = slow + 0.6 * hellinger(one, taught, of["head"], matrix, None).sum()
+        slow = slow + 0.1 * focal(one, of["head"], meant, matrix, None).sum()
+    torch.testing.assert_close(first.loss, slow)
+    inputs = trained(of, *bias)
+    found = torch.autograd.grad(first.loss, inputs)
+    torch.testing.assert_close(found, torch.autograd.grad(slow, inputs))
+    optimiser = torch.optim.Adam(inputs, lr=0.05)
+    for _ in range(60):
+        optimiser.zero_grad()
+        loss().loss.backward()
+        optimiser.step()
+    last = loss()
+    assert float(last.loss.detach()) < 0.5 * float(first.loss.detach())
+    assert float(last.terms["hellinger"].mean()) < 0.5 * float(first.terms["hellinger"].mean())
+
+
+def test_a_made_up_terms_memory_is_one_chunks_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What autograd keeps until the backward pass does not grow with goals times vocabulary."""
+    monkeypatch.setitem(TERMS, "hellinger", Term("distribution", hellinger))
+    kept: dict[int, int] = {}
+    for goals in (CHUNK, 10 * CHUNK):
+        of = case(2, goals)
+        compared = Compared(of["student"], of["teacher"], of["head"], of["label"])
+        config = LossConfig({"hellinger": 1.0})
+        seen: dict[int, int] = {}
+
+        def keep(tensor: Tensor, seen: dict[int, int] = seen) -> Tensor:
+            seen[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            result = weighted_loss(config, compared, weight_SN=of["weight"], chunk=CHUNK)
+            kept[goals] = sum(seen.values())
+        assert gradients(result.loss, of)[0].any()
+    growth = (kept[10 * CHUNK] - kept[CHUNK]) / (9 * CHUNK) / 8  # numbers per goal
+    assert growth < 61 / 2
+
+
+def test_a_made_up_term_runs_in_the_dtype_of_a_head_that_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Validation's head is bfloat16 like its target, its states are float32."""
+    monkeypatch.setitem(TERMS, "hellinger", Term("distribution", hellinger))
+    of = case(2, 9, "own")
+    half = (of[key].detach().bfloat16() for key in ("teacher", "head", "student_head"))
+    teacher, rows, own = half
+    student = of["student"].detach().float()
+    with torch.no_grad():
+        result = weighted_loss(
+            LossConfig({"hellinger": 1.0}),
+            Compared(student, teacher, rows, of["label"], own),
+            weight_SN=torch.ones(2, 9),
+            measure=True,
+        )
+    expected = hellinger(student, teacher.float(), rows.float(), own.float(), None)
+    torch.testing.assert_close(result.terms["hellinger"], expected)
 
 
 class Largest(TorchDispatchMode):

@@ -42,20 +42,24 @@ def d_pace(chance_SN: Tensor, start_SN: Tensor, valid_SN: Tensor) -> Tensor:
     """Weights [S, N] by how far each chain gets (D-PACE, arXiv 2605.18810), without a gradient.
 
     With s_i = (q_i + 1) / 2, q_i the student's chance of draft i's label, step k weighs sum over j >= k of the product
-    of s_1 .. s_j: what the chain's length gains from it. Normalised so that a chain that is sure of itself weighs 1.
+    of s_1 .. s_j: what the chain's length gains from it. Normalised so that a whole chain, sure of itself, weighs 1.
 
     Args:
         chance_SN: q of each step and goal.
         start_SN: int64, which chain each belongs to.
-        valid_SN: whether there is such a chain; a step that is missing counts as q = 0.
+        valid_SN: whether there is such a value. A step that is missing has no part in the sum; to the steps behind it,
+            of which it is not known whether they are reached, it is one with q = 0.
     """
     steps = len(chance_SN)
     chains = int(start_SN.max()) + 1 if start_SN.numel() else 0
     table_SC = chance_SN.new_zeros(steps, chains)
+    there_SC = chance_SN.new_zeros(steps, chains)
     for step in range(steps):
         valid_N = valid_SN[step]
-        table_SC[step, start_SN[step, valid_N]] = chance_SN[step, valid_N]
-    reached_SC = ((table_SC + 1) / 2).cumprod(0)
+        chain_M = start_SN[step, valid_N]
+        table_SC[step, chain_M] = chance_SN[step, valid_N]
+        there_SC[step, chain_M] = 1
+    reached_SC = ((table_SC + 1) / 2).cumprod(0) * there_SC
     weight_SC = reached_SC.flip(0).cumsum(0).flip(0) * (2 / (steps * (steps + 1)))
     return weight_SC.gather(1, start_SN).detach()
 
