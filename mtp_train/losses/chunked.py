@@ -93,10 +93,11 @@ def distill(
         label_N = torch.zeros(len(teacher_ND), dtype=torch.int64, device=teacher_ND.device)
     if weight_SN is None:
         weight_SN = torch.ones(student_SNE.shape[:2], device=student_SNE.device)
+    students = (student_SNE, student_head, *(bias or (None, None)))
+    if not torch.is_grad_enabled():  # `needs_input_grad` asks the inputs alone, whatever the mode
+        students = tuple(None if one is None else one.detach() for one in students)
     loss, values, alpha, agree = _Distill.apply(
-        student_SNE,
-        student_head,
-        *(bias or (None, None)),
+        *students,
         teacher_ND,
         head_VD,
         weight_SN,
