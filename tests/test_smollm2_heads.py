@@ -53,7 +53,9 @@ def test_a_head_trains_a_step_and_leaves_the_output_alone(
     states = {name: torch.randn(24, target.hidden_size, generator=generator) for name in names}
     tokens = torch.randint(target.vocab_size, (24,), generator=generator)
     pack = Pack(("one",), (0, 24), tokens, torch.ones_like(tokens), states)
-    RolloutModule(head, target, loss=LossConfig({"kl": 1.0}))(pack, 3).values.loss.backward()
+    sure = {} if head.temperatures is None else {"confidence": 1.0}
+    loss = LossConfig({"kl": 1.0} | sure)
+    RolloutModule(head, target, loss=loss)(pack, head.steps or 3).values.loss.backward()
     assert all(weight.grad is not None for weight in head.parameters())
     torch.optim.SGD(head.parameters(), lr=1e-4).step()
     done = Engine(target, ChainProposer(target, head, 3), SMALL).generate(REQUESTS)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import children
 import pytest
@@ -43,6 +44,8 @@ from mtp_train.evaluate.stage import EvaluateConfig, measure_acceptance
 from mtp_train.heads.medusa import MedusaConfig
 from mtp_train.heads.medusa import build as build_medusa
 from mtp_train.heads.mtp import MtpConfig, build
+from mtp_train.losses.chunked import LossValues
+from mtp_train.losses.terms import Compared, LossConfig
 from mtp_train.models.target import Target
 from mtp_train.store.shards import FeatureStore
 from mtp_train.train import step as stepping
@@ -383,9 +386,9 @@ def test_noise_is_for_the_head_alone_and_never_validates(
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     weighted = stepping.weighted_loss
 
-    def watched(loss: object, student: torch.Tensor, teacher: torch.Tensor, *rest: object, **more):
-        seen.append((student.detach().clone(), teacher.detach().clone()))
-        return weighted(loss, student, teacher, *rest, **more)  # type: ignore[arg-type]
+    def watched(loss: LossConfig, of: Compared, **more: Any) -> LossValues:
+        seen.append((of.student.detach().clone(), of.teacher.detach().clone()))
+        return weighted(loss, of, **more)
 
     monkeypatch.setattr(stepping, "weighted_loss", watched)
     module = RolloutModule(build(lively, MtpConfig()), lively)
