@@ -46,6 +46,8 @@ VARIANTS: dict[str, Any] = {
     "mtp-all": MtpConfig(**dict.fromkeys(NORMS, False)),
     "mtp-2-modules": MtpConfig(modules=2),  # three steps in the tests: one deeper than its modules
     "mtp-3-modules": MtpConfig(modules=3),
+    "mtp-2-layers": MtpConfig(layers=2),
+    "mtp-2-modules-2-layers": MtpConfig(modules=2, layers=2, input_norm=False),
     "mtp-llama": MtpConfig(block="llama"),
     "eagle": EagleConfig(),
     "eagle-own-layer": EagleConfig(block="llama", layer=OWN_LAYER, init="random", fc_bias=True),

@@ -38,7 +38,11 @@ from mtp_train.train.config import TrainConfig
 from mtp_train.train.loop import train
 from mtp_train.train.step import RolloutModule
 
-LIKE_ANOTHER = ("draft_model-fewer", "eagle-2-layers")  # that need not be overfitted as well
+LIKE_ANOTHER = (
+    "draft_model-fewer",
+    "eagle-2-layers",
+    "mtp-2-modules-2-layers",
+)  # that need not be overfitted as well
 SMALL = EngineConfig(max_batch=4, cache_rows=1024, page_size=4, prefill_rows=64)
 PROMPTS = ((5, 9, 2, 33), (7,), tuple(range(1, 20)), (50, 3, 3, 8, 21, 40), (11, 12))
 CPU = torch.device("cpu")
@@ -357,6 +361,8 @@ def plain_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ("gpt_oss", EagleConfig(embedding_noise=0.0)),
         ("qwen3", EagleConfig(embedding_noise=0.0, block="llama")),
         ("llama", Eagle3Config(embedding_noise=0.0, draft_vocabulary=0)),
+        ("llama", MtpConfig(embedding_noise=0.0)),
+        ("gemma2", MtpConfig(embedding_noise=0.0, final_norm=False)),
     ],
     ids=lambda value: value if isinstance(value, str) else f"{value.family}-{value.block}",
 )
@@ -626,6 +632,23 @@ def test_a_head_of_several_modules_begins_as_a_head_of_one(
     save_checkpoint(tmp_path / "several", again, card(toy_target, again))
     with pytest.raises(UserError, match="modules 3 for 1"):
         warm_start(tmp_path / "several", toy_target, MtpConfig())
+
+
+def test_modules_of_several_layers_begin_as_a_module_of_as_many(
+    toy_target: Target, tmp_path: Path
+) -> None:
+    head = make_variant(toy_target, "mtp-2-layers")
+    save_checkpoint(tmp_path / "head", head, card(toy_target, head))
+    again = warm_start(tmp_path / "head", toy_target, MtpConfig(modules=2, layers=2))
+    assert isinstance(again, MtpHead) and again.cache_layers == 4
+    numbers = [[b.self_attn.layer_idx for b in m.own_blocks()] for m in again.in_order()]
+    assert numbers == [[2, 3], [4, 5]], "each layer has keys and values of its own"
+    assert len(again.decoder_blocks()) == 4
+    for module in again.in_order():
+        mine = module.state_dict()
+        assert all(torch.equal(value, mine[name]) for name, value in head.state_dict().items())
+    with pytest.raises(UserError, match="layers 2 for 1"):
+        warm_start(tmp_path / "head", toy_target, MtpConfig())
 
 
 def test_a_rollout_must_train_every_module(toy_target: Target) -> None:

@@ -413,6 +413,7 @@ def test_a_wrong_key_in_the_config_is_caught(
         ("mimo_mtp", EagleConfig(), "head.family=eagle"),
         ("eagle", EagleConfig(fc_bias=True), "head.fc_bias=true"),
         ("mimo_mtp", MtpConfig(enorm=False, modules=2), "head.modules=2, head.enorm=false"),
+        ("mimo_mtp", MtpConfig(layers=2), "head.layers=2 (mtp_train_vllm holds it)"),
         ("eagle", MtpConfig(), "head.family=mtp"),
         ("eagle3", EagleConfig(), "head.family=eagle"),
         ("eagle3", Eagle3Config(states=["layer_1", "layer_2", "post_norm"]), "post_norm"),

@@ -145,6 +145,12 @@ def read_layer(config: Mapping[str, Any], target: Target) -> dict[str, Any]:
     return {key: theirs[key] for key in OWN if theirs[key] != ours[key]}
 
 
+def layer_faults(config: Any) -> Iterator[str]:
+    """Stock engines' MTP modules have one decoder layer."""
+    if config.layers > 1:
+        yield f"head.layers={config.layers} (mtp_train_vllm holds it)"
+
+
 def settings(
     config: Mapping[str, Any], target: Target, tensors: Mapping[str, Tensor], first: str
 ) -> dict[str, Any]:

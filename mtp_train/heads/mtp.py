@@ -16,6 +16,8 @@ Its rows attend to its own rows alone, causally, as in eq. 21-23 of that paper:
 
 Deeper than D the last module goes on recurrently. (vLLM begins again with module 0 there.)
 
+A module of several layers has whole decoder layers between its block and its final norm.
+
 The head owns no embedding and no lm_head: both are the target's, frozen. It knows no attention context's insides
 and shifts nothing.
 
@@ -36,15 +38,23 @@ from mtp_train.heads.base import Projection
 from mtp_train.heads.block import (
     Rotary,
     make_block,
+    make_later_blocks,
     make_norm,
     require_block,
+    require_layers,
     require_window,
     run_block,
     start_linears,
 )
 from mtp_train.heads.chain import ChainHead
 from mtp_train.heads.native import begin_as_native
-from mtp_train.heads.start import FITTED, INITS, begin_as_last_layer, require_init
+from mtp_train.heads.start import (
+    FITTED,
+    INITS,
+    begin_as_identity,
+    begin_as_last_layer,
+    require_init,
+)
 from mtp_train.models.target import Target
 
 
@@ -54,6 +64,7 @@ class MtpConfig:
 
     Attributes:
         modules: 1 for all draft steps, or one for each of the first D; every one of them begins alike.
+        layers: decoder layers of each module; those after the first begin as the identity, unless `init` is `random`.
         block: `target` for its own decoder layer class, `llama` for a plain Llama's of its sizes.
         init: `last_layer` begins as the target's last layer applied once more, with its final norm undone before it
             (see `start`, also for heads without some norm); `fitted` as that, with the projection fitted to the
@@ -66,6 +77,7 @@ class MtpConfig:
 
     family: str = "mtp"
     modules: int = 1
+    layers: int = 1
     block: str = "target"
     init: str = "last_layer"
     window: int = 0
@@ -79,6 +91,7 @@ class MtpConfig:
         require_window(self.window)
         require_init(self.init, (*INITS, FITTED, "native"))
         require_block(self.block)
+        require_layers(self.layers)
         if self.modules < 1:
             raise UserError("head.modules must be 1 or more", self.modules, "raise it")
 
@@ -86,21 +99,25 @@ class MtpConfig:
 class MtpHead(ChainHead):
     """One draft head. Build it with `build`; its parameters start in float32.
 
-    The head is its first module; `later` holds the others, a head of one module each.
+    The head is its first module; `later` holds the others, a head of one module each. `later_blocks` are a module's
+    own decoder layers after its first.
     """
 
     family = "mtp"
 
     def __init__(self, target: Target, config: MtpConfig, depth: int = 0) -> None:
         super().__init__(config)
-        self.cache_layers = self.depths = config.modules
+        self.depths = config.modules
+        self.cache_layers = config.modules * config.layers
         width = target.hidden_size
         self.enorm = make_norm(target, config.enorm, config.block)
         self.hnorm: Any = make_norm(target, config.hnorm, config.block)
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
+        first = depth * config.layers
         self.block = make_block(
-            target, input_norm=config.input_norm, depth=depth, kind=config.block
+            target, input_norm=config.input_norm, depth=first, kind=config.block
         )
+        self.later_blocks = make_later_blocks(target, config.layers, config.block, first=first)
         self.final_norm = make_norm(target, config.final_norm, config.block)
         self.rotary = Rotary(target, config.block)
         alone = replace(config, modules=1)
@@ -130,7 +147,11 @@ class MtpHead(ChainHead):
         return deeper
 
     def decoder_blocks(self) -> list[nn.Module]:
-        return [module.block for module in self.in_order()]
+        return [block for module in self.in_order() for block in module.own_blocks()]
+
+    def own_blocks(self) -> list[nn.Module]:
+        """The decoder layers of this module alone."""
+        return [self.block, *self.later_blocks]
 
     def projections(self) -> list[Projection]:
         return [
@@ -145,9 +166,9 @@ class MtpHead(ChainHead):
         context = windowed(context, self.config.window)
         halves = self._halves(embedding_TD * (position_T != 0).unsqueeze(-1), state_TD)
         rows_TD = self.eh_proj(halves.to(self.eh_proj.weight.dtype))
-        out: Tensor = self.final_norm(
-            run_block(self.block, self.rotary, rows_TD, position_T, context)
-        )
+        for block in self.own_blocks():
+            rows_TD = run_block(block, self.rotary, rows_TD, position_T, context)
+        out: Tensor = self.final_norm(rows_TD)
         return out
 
     def _halves(self, embedding_TD: Tensor, state_TD: Tensor) -> Tensor:
@@ -172,4 +193,7 @@ def build(target: Target, config: MtpConfig, seed: int = 0) -> MtpHead:
                 )
         if config.init == "native":
             begin_as_native(target, head.in_order())
+        if config.init != "random":
+            for module in head.in_order():
+                begin_as_identity(target, module.later_blocks)
     return head.to(target.device)
