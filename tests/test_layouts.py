@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -70,6 +72,7 @@ GOES = [
     ("eagle3-whole", "speculators"),
     ("eagle3.1", "speculators"),
     ("eagle-own-layer", "eagle_sglang"),
+    ("eagle-part", "eagle_sglang"),
     ("eagle-2-layers", "eagle"),
     ("eagle-2-layers", "eagle_sglang"),
     ("eagle3-2-layers", "eagle3"),
@@ -186,6 +189,38 @@ def test_sglangs_fc_has_zeros_for_a_bias(target: Target, tmp_path: Path) -> None
     exported(target, "eagle", "eagle_sglang", tmp_path / "out")
     assert not load_file(tmp_path / "out" / "model.safetensors")["fc.bias"].any()
     assert config_of(tmp_path / "out")["architectures"] == ["LlamaForCausalLMEagle"]
+
+
+def test_sglang_is_told_a_draft_vocabulary_by_a_list_of_its_tokens(
+    target: Target, tmp_path: Path
+) -> None:
+    head = exported(target, "eagle-part", "eagle_sglang", tmp_path / "out")
+    assert head.vocabulary is not None and len(head.vocabulary) == 40
+    listed = json.loads((tmp_path / "out" / "token_map.json").read_text())
+    assert listed == head.vocabulary.tolist()
+    assert shapes(tmp_path / "out") == EAGLE | {"fc.bias": [32]}, "the lm_head is the target's"
+    told = (tmp_path / "out" / "README.md").read_text()
+    assert f"--speculative-token-map {tmp_path / 'out'}/token_map.pt\n```" in told
+    line = re.search(r'^python -c "(import json, torch; .*)"$', told, re.MULTILINE)
+    assert line, told
+    subprocess.run([sys.executable, "-c", line[1]], check=True)
+    pickled = torch.load(tmp_path / "out" / "token_map.pt", weights_only=True)
+    assert type(pickled) is list and pickled == listed, "what SGLang makes a tensor of"
+    exported(target, "eagle", "eagle_sglang", tmp_path / "whole")
+    assert "token-map" not in (tmp_path / "whole" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("tokens", [[3, 61], [-1, 4], [3, 3]])
+def test_a_list_of_other_tokens_is_refused(
+    target: Target, tmp_path: Path, tokens: list[int]
+) -> None:
+    exported(target, "eagle-part", "eagle_sglang", tmp_path / "out")
+    (tmp_path / "out" / "token_map.json").write_text(json.dumps(tokens))
+    with pytest.raises(UserError, match=r"record names; received .*token_map\.json"):
+        import_head(tmp_path / "out", target)
+    (tmp_path / "out" / RECORD).unlink()
+    with pytest.raises(UserError, match="rising token ids below 61"):
+        import_head(tmp_path / "out", target)
 
 
 def test_offsets_and_members_name_the_draft_vocabulary(target: Target, tmp_path: Path) -> None:
@@ -414,6 +449,10 @@ def test_a_wrong_key_in_the_config_is_caught(
         ("eagle", EagleConfig(fc_bias=True), "head.fc_bias=true"),
         ("mimo_mtp", MtpConfig(enorm=False, modules=2), "head.modules=2, head.enorm=false"),
         ("mimo_mtp", MtpConfig(layers=2), "head.layers=2 (mtp_train_vllm holds it)"),
+        ("eagle", EagleConfig(draft_vocabulary=9), "head.draft_vocabulary=9 (it has no place"),
+        ("mimo_mtp", MtpConfig(draft_vocabulary=9), "head.draft_vocabulary=9 (it has no place"),
+        ("mtp_train_vllm", MtpConfig(draft_vocabulary=9), "head.draft_vocabulary=9"),
+        ("stitched", MtpConfig(draft_vocabulary=9), "head.draft_vocabulary=9"),
         ("eagle", MtpConfig(), "head.family=mtp"),
         ("eagle3", EagleConfig(), "head.family=eagle"),
         ("eagle3", Eagle3Config(states=["layer_1", "layer_2", "post_norm"]), "post_norm"),

@@ -44,6 +44,7 @@ class Eagle3(Layout):
 
     name = "eagle3"
     family = Eagle3Head.family
+    vocabularies = True
     prefix = "midlayer."  # of the block; SGLang knows no other name, vLLM both
     needs: ClassVar[tuple[str, ...]] = NEEDS
     never: ClassVar[tuple[str, ...]] = (MASK,)

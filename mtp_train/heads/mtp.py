@@ -55,6 +55,7 @@ from mtp_train.heads.start import (
     begin_as_last_layer,
     require_init,
 )
+from mtp_train.heads.vocabulary import choose_again, choose_for, empty_vocabulary, require_size
 from mtp_train.models.target import Target
 
 
@@ -64,6 +65,7 @@ class MtpConfig:
 
     Attributes:
         modules: 1 for all draft steps, or one for each of the first D; every one of them begins alike.
+        draft_vocabulary: so many of the most frequent trained tokens can be drafted; 0 is all of the vocabulary.
         layers: decoder layers of each module; those after the first begin as the identity, unless `init` is `random`.
         block: `target` for its own decoder layer class, `llama` for a plain Llama's of its sizes.
         init: `last_layer` begins as the target's last layer applied once more, with its final norm undone before it
@@ -81,6 +83,7 @@ class MtpConfig:
     block: str = "target"
     init: str = "last_layer"
     window: int = 0
+    draft_vocabulary: int = 0
     embedding_noise: float = 0.1
     enorm: bool = True
     hnorm: bool = True
@@ -92,6 +95,7 @@ class MtpConfig:
         require_init(self.init, (*INITS, FITTED, "native"))
         require_block(self.block)
         require_layers(self.layers)
+        require_size(self.draft_vocabulary)
         if self.modules < 1:
             raise UserError("head.modules must be 1 or more", self.modules, "raise it")
 
@@ -106,7 +110,7 @@ class MtpHead(ChainHead):
     family = "mtp"
 
     def __init__(self, target: Target, config: MtpConfig, depth: int = 0) -> None:
-        super().__init__(config)
+        super().__init__(config, vocabulary_U=empty_vocabulary(config.draft_vocabulary))
         self.depths = config.modules
         self.cache_layers = config.modules * config.layers
         width = target.hidden_size
@@ -120,7 +124,7 @@ class MtpHead(ChainHead):
         self.later_blocks = make_later_blocks(target, config.layers, config.block, first=first)
         self.final_norm = make_norm(target, config.final_norm, config.block)
         self.rotary = Rotary(target, config.block)
-        alone = replace(config, modules=1)
+        alone = replace(config, modules=1, draft_vocabulary=0)
         self.later: Any = nn.ModuleList(
             MtpHead(target, alone, depth) for depth in range(1, config.modules)
         )
@@ -134,17 +138,17 @@ class MtpHead(ChainHead):
         """The modules, that of depth 0 first."""
         return [self, *self.later]
 
-    def extended(self, target: Target, config: Any) -> MtpHead:
-        """A head of as many modules, each a copy of its only one."""
-        modules = getattr(config, "modules", 1)
-        if not self.depths == 1 < modules:
-            return self
-        deeper = MtpHead(target, replace(self.config, modules=modules)).to(target.device)
-        one = self.state_dict()
-        deeper.load_state_dict(one, strict=False)
-        for module in deeper.later:
-            module.load_state_dict(one)
-        return deeper
+    def extended(self, target: Target, config: Any, counts_V: Tensor | None = None) -> MtpHead:
+        """A head of as many modules, each a copy of its only one, and with the draft vocabulary asked for."""
+        head, modules = self, getattr(config, "modules", 1)
+        if self.depths == 1 < modules:
+            head = MtpHead(target, replace(self.config, modules=modules)).to(target.device)
+            one = self.state_dict()
+            head.load_state_dict(one, strict=False)
+            for module in head.later:
+                module.load_state_dict({name: one[name] for name in module.state_dict()})
+        choose_again(head, config, counts_V)
+        return head
 
     def decoder_blocks(self) -> list[nn.Module]:
         return [block for module in self.in_order() for block in module.own_blocks()]
@@ -175,8 +179,14 @@ class MtpHead(ChainHead):
         return torch.cat([self.enorm(embedding_TD), self.hnorm(state_TD)], dim=-1)
 
 
-def build(target: Target, config: MtpConfig, seed: int = 0) -> MtpHead:
-    """A fresh head for `target`, in float32 on its device."""
+def build(
+    target: Target, config: MtpConfig, seed: int = 0, counts_V: Tensor | None = None
+) -> MtpHead:
+    """A fresh head for `target`, in float32 on its device.
+
+    Args:
+        counts_V: how often each token is trained; a draft vocabulary is chosen by it.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         head = MtpHead(target, config)
@@ -196,4 +206,5 @@ def build(target: Target, config: MtpConfig, seed: int = 0) -> MtpHead:
         if config.init != "random":
             for module in head.in_order():
                 begin_as_identity(target, module.later_blocks)
+    choose_for(head, config.draft_vocabulary, counts_V)
     return head.to(target.device)

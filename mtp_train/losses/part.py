@@ -22,13 +22,15 @@ def part_acceptance(
     vocabulary_U: Tensor,
     softcap: float | None = None,
     chunk: int = CHUNK,
+    student_softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """sum over the part of min(p, q), p over the whole vocabulary [S, N]; and whether both choose the same token.
 
     Args:
+        softcap: of the target's logits; student_softcap: of the head's, which shares the lm_head's rows.
         teacher: [N, D] where every step has the same goals, else [S, N, D].
     """
-    output = head_VD, student_head_UE, vocabulary_U, softcap, chunk
+    output = head_VD, student_head_UE, vocabulary_U, softcap, chunk, student_softcap
     if teacher.ndim == 2:
         return _compared(student_SNE, teacher, *output)
     pairs = zip(student_SNE.unsqueeze(1), teacher, strict=True)
@@ -46,22 +48,25 @@ def _compared(
     vocabulary_U: Tensor,
     softcap: float | None,
     chunk: int,
+    student_softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     own_UE = student_head_UE.to(head_VD.dtype)
     alphas, agreements = [], []
     for start in range(0, max(teacher_ND.shape[0], 1), chunk):
         teacher_CD = teacher_ND[start : start + chunk].to(head_VD.dtype)
         student_SCE = student_SNE[:, start : start + chunk].to(head_VD.dtype)
-        logits_CV = (teacher_CD @ head_VD.T).float()
-        if softcap is not None:  # the target's
-            logits_CV = torch.tanh(logits_CV / softcap) * softcap
+        logits_CV = _capped((teacher_CD @ head_VD.T).float(), softcap)
         choice_C, p_CU = logits_CV.argmax(-1), torch.softmax(logits_CV, dim=-1)[:, vocabulary_U]
         for student_CE in student_SCE:
-            logits_CU = (student_CE @ own_UE.T).float()
+            logits_CU = _capped((student_CE @ own_UE.T).float(), student_softcap)
             alphas.append(torch.minimum(p_CU, torch.softmax(logits_CU, dim=-1)).sum(-1))
             agreements.append(vocabulary_U[logits_CU.argmax(-1)] == choice_C)
     steps = len(student_SNE)
     return _joined(alphas, steps), _joined(agreements, steps)
+
+
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
 def _joined(parts: list[Tensor], steps: int) -> Tensor:

@@ -104,10 +104,11 @@ class RolloutModule(nn.Module):
             valid_SN=aligned.valid_SN,
             measure=measure,
         )
-        if measure and part is not None and own is not None:  # the head's own part
-            flat, shape = compared.flat, aligned.valid_SN.shape
+        if measure and part is not None:  # the head's own part
+            flat, shape, cap = compared.flat, aligned.valid_SN.shape, target.logit_softcap
+            rows, own_cap = (self._part, cap) if own is None else (own, None)
             alpha_SN, agree_SN = part_acceptance(
-                flat.student, flat.teacher, self._whole, own, part, target.logit_softcap
+                flat.student, flat.teacher, self._whole, rows, part, cap, student_softcap=own_cap
             )
             values = replace(
                 values, alpha_SN=alpha_SN.reshape(shape), agree_SN=agree_SN.reshape(shape)
