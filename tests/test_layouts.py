@@ -21,7 +21,7 @@ from toys import make_target, toy_config
 from transformers import AutoConfig
 
 from mtp_train.core.errors import UserError
-from mtp_train.export import eagle, eagle3
+from mtp_train.export import eagle, eagle3, llama
 from mtp_train.export.formats import LAYOUTS, USUAL, usual
 from mtp_train.export.layout import METHOD_WORDS
 from mtp_train.export.stage import RECORD, ExportConfig, export_head, import_head
@@ -73,6 +73,9 @@ GOES = [
     ("eagle3.1", "speculators"),
     ("eagle-own-layer", "eagle_sglang"),
     ("eagle-part", "eagle_sglang"),
+    ("eagle3-window", "eagle3"),
+    ("eagle3-window", "speculators"),
+    ("peagle-window", "peagle"),
     ("eagle-2-layers", "eagle"),
     ("eagle-2-layers", "eagle_sglang"),
     ("eagle3-2-layers", "eagle3"),
@@ -872,10 +875,70 @@ def test_a_block_head_that_is_computed_otherwise_is_refused(
         import_head(tmp_path / "out", target)
 
 
+@pytest.mark.parametrize("layout", ["eagle3", "speculators", "peagle"])
+def test_a_window_is_said_as_vllms_llama_reads_it(
+    target: Target, tmp_path: Path, layout: str
+) -> None:
+    """It takes the type of the draft's own layer i, and the window where that slides."""
+    variant = "peagle-window" if layout == "peagle" else "eagle3-window"
+    head = exported(target, variant, layout, tmp_path / "out")
+    config = config_of(tmp_path / "out")
+    layer = config.get("transformer_layer_config", config)
+    assert layer["layer_types"] == ["sliding_attention"] * head.config.layers
+    assert layer["sliding_window"] == head.config.window > 0
+    exported(target, variant.split("-")[0], layout, tmp_path / "none")
+    none = config_of(tmp_path / "none")
+    assert "layer_types" not in none.get("transformer_layer_config", none)
+
+
+@pytest.mark.parametrize(
+    ("change", "window"),
+    [
+        ({"layer_types": ["full_attention"], "sliding_window": 9}, 0),
+        (
+            {
+                "layer_types": ["sliding_attention", "full_attention"],
+                "num_hidden_layers": 2,
+                "sliding_window": 9,
+            },
+            9,
+        ),
+        ({"sliding_window": 9}, 0),
+    ],
+)
+def test_a_window_is_the_drafts_own_layers(
+    target: Target, tmp_path: Path, change: dict[str, Any], window: int
+) -> None:
+    """A file may name more layers than there are, the target's: one layer takes the first type."""
+    exported(target, "eagle3", "eagle3", tmp_path / "out")
+    rewrite(tmp_path / "out", config=lambda config: config.update(change))
+    assert import_head(tmp_path / "out", target)[1].config.window == window
+
+
+def test_layers_of_several_windows_are_refused(target: Target, tmp_path: Path) -> None:
+    exported(target, "eagle3-2-layers", "eagle3", tmp_path / "out")
+    mixed = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
+    rewrite(tmp_path / "out", config=lambda config: config.update(mixed))
+    with pytest.raises(UserError, match="must all have one window"):
+        import_head(tmp_path / "out", target)
+
+
+def test_a_window_off_by_one_is_caught(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing and reading could share the fault: the engine's equation does not."""
+    write, read = llama.window_keys, llama.read_window
+    monkeypatch.setattr(llama, "window_keys", lambda window, layers: write(window + 1, layers))
+    monkeypatch.setattr(llama, "read_window", lambda config, layers: read(config, layers) - 1)
+    with pytest.raises(UserError, match="the engine's equation"):
+        exported(target, "eagle3-window", "eagle3", tmp_path / "out")
+
+
 def test_a_layout_without_a_place_for_a_window_refuses_one(target: Target) -> None:
     for layout, config in (
         ("mimo_mtp", MtpConfig(window=9)),
         ("eagle", EagleConfig(window=9)),
-        ("eagle3", Eagle3Config(window=9, states=["layer_1", "layer_2", "layer_3"])),
+        ("eagle_sglang", EagleConfig(window=9)),
+        ("mtp_train_vllm", MtpConfig(window=9)),
     ):
         assert "head.window=9" in LAYOUTS[layout].not_held(config, target)
