@@ -38,6 +38,9 @@ def heads(target: Target) -> dict[str, DraftHead]:
         name: mtp.MtpHead(target, mtp.MtpConfig(modules=modules))
         for name, modules in (("mtp", 1), ("mtp of two modules", 2))
     }
+    made["mtp of two layers"] = mtp.MtpHead(target, mtp.MtpConfig(layers=2))
+    made["mtp of a part"] = mtp.MtpHead(target, mtp.MtpConfig(draft_vocabulary=40))
+    made["mtp of a part"].vocabulary.copy_(counts[:40])
     config = eagle3.settle(eagle3.Eagle3Config(draft_vocabulary=40, block="llama"), target, 40)
     made["eagle3"] = eagle3.Eagle3Head(target, config)
     made["eagle3"].vocabulary.copy_(counts[:40])

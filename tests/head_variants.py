@@ -46,10 +46,15 @@ VARIANTS: dict[str, Any] = {
     "mtp-all": MtpConfig(**dict.fromkeys(NORMS, False)),
     "mtp-2-modules": MtpConfig(modules=2),  # three steps in the tests: one deeper than its modules
     "mtp-3-modules": MtpConfig(modules=3),
+    "mtp-2-layers": MtpConfig(layers=2),
+    "mtp-2-modules-2-layers": MtpConfig(modules=2, layers=2, input_norm=False),
+    "mtp-part": MtpConfig(draft_vocabulary=40),
+    "mtp-2-modules-part": MtpConfig(modules=2, draft_vocabulary=30),
     "mtp-llama": MtpConfig(block="llama"),
     "eagle": EagleConfig(),
     "eagle-own-layer": EagleConfig(block="llama", layer=OWN_LAYER, init="random", fc_bias=True),
     "eagle-2-layers": EagleConfig(layers=2),
+    "eagle-part": EagleConfig(draft_vocabulary=40),
     "eagle3": Eagle3Config(draft_vocabulary=40),
     "eagle3-whole": Eagle3Config(draft_vocabulary=0, norm_before_residual=True),
     "eagle3.1": Eagle3Config(draft_vocabulary=40, fc_norm=True, norm_output=True),
@@ -76,6 +81,7 @@ VARIANTS: dict[str, Any] = {
     ),
     "medusa": MedusaConfig(),
     "medusa-frozen": MedusaConfig(layers=2, own_lm_heads=False, bias=True),
+    "medusa-part": MedusaConfig(layers=2, own_lm_heads=False, draft_vocabulary=40),
     "draft_model": DraftModelConfig(model=SMALL_MODEL),
     "draft_model-tied": DraftModelConfig(
         model=SMALL_MODEL | {"tie_word_embeddings": True, "vocab_size": 70}

@@ -43,7 +43,7 @@ def test_two_ranks_give_one_ranks_tokens(name: str, folder: Path) -> None:
     two = records(folder, name)
     assert [(one["world"], one["backend"]) for one in two] == [(2, "gloo")] * 2
     one = outputs(Target.load(folder / name, "float32"))
-    assert len(one) == 13 * len(KINDS)
+    assert len(one) == 15 * len(KINDS)
     for scheme, expected in one.items():
         for rank, record in enumerate(two):
             assert record["outputs"][scheme] == expected, (scheme, rank)

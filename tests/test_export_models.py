@@ -68,6 +68,50 @@ def test_the_layout_holds_blocks_and_lm_heads(
     assert same(head, import_head(tmp_path / "out", toy_target)[1])
 
 
+def test_a_part_of_the_lm_head_goes_out_with_its_tokens(toy_target: Target, tmp_path: Path) -> None:
+    """vLLM takes the rows as they are where there are as many as the map has tokens, and cuts a whole lm_head."""
+    head = exported(toy_target, "medusa-part", tmp_path / "out")
+    file = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(file)
+    assert head.vocabulary is not None and tensors["token_map"].dtype == torch.int64
+    assert tensors["token_map"].tolist() == head.vocabulary.tolist()
+    assert torch.equal(tensors["lm_head.weight"], toy_target.lm_head.weight[head.vocabulary])
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["vocab_size"], config["truncated_vocab_size"]) == (61, 40)
+    assert same(head, import_head(tmp_path / "out", toy_target)[1])
+    save_file(tensors | {"lm_head.weight": toy_target.lm_head.weight.detach().clone()}, file)
+    assert same(head, import_head(edited(tmp_path / "out"), toy_target)[1])
+
+
+@pytest.mark.parametrize(
+    ("how", "keys", "message"),
+    [
+        (lambda t: t.pop("token_map"), {}, "truncated_vocab_size 40 for 61"),
+        (lambda t: t["token_map"][:1].sub_(1), {}, "the target's own lm_head"),
+        (lambda t: t["token_map"].add_(30), {}, "token ids below 61"),
+        (lambda t: None, {"truncated_vocab_size": 61}, "truncated_vocab_size 61 for 40"),
+        (
+            lambda t: t.update({"lm_heads.0.weight": t.pop("lm_head.weight")}),
+            {},
+            "beside lm_heads of its own",
+        ),
+    ],
+    ids=["no map", "other tokens", "outside", "whole", "own"],
+)
+def test_a_map_that_is_not_the_rows_is_refused(
+    how: Callable[[dict], object], keys: dict, message: str, toy_target: Target, tmp_path: Path
+) -> None:
+    exported(toy_target, "medusa-part", tmp_path / "out")
+    file = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(file)
+    how(tensors)
+    save_file(tensors, file)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config | keys))
+    with pytest.raises(UserError, match=message):
+        import_head(edited(tmp_path / "out"), toy_target)
+
+
 @MEDUSA
 def test_every_key_that_vllm_reads_is_written(
     variant: str, toy_target: Target, tmp_path: Path

@@ -258,6 +258,7 @@ def test_a_wrong_mapping_is_caught_though_reading_shares_it(
     [
         ("deepseek_v3", {"block": "llama"}, "head.block=llama"),
         ("deepseek_v3", {"hnorm": False}, "head.hnorm=false"),
+        ("deepseek_v3", {"layers": 2}, "head.layers=2"),
         ("llama", {}, "a llama target"),
     ],
 )
@@ -407,6 +408,7 @@ def test_a_bias_that_is_missing_or_not_zero_is_refused(tmp_path: Path) -> None:
         ("deepseek_v2", {}, "a deepseek_v2 target"),
         ("mistral-window", {"block": "llama"}, "sliding window"),
         ("llama", {"modules": 2}, "head.modules=2"),
+        ("llama", {"layers": 2}, "head.layers=2"),
         ("llama", {"final_norm": False}, "head.final_norm=false"),
         ("deepseek_v3", {"block": "llama"}, "head.block=llama"),
     ],

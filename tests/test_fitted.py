@@ -24,6 +24,7 @@ from mtp_train.train.fitted import fit_projections
 
 CONFIGS = {
     "mtp": MtpConfig(init="fitted"),
+    "mtp of two layers": MtpConfig(init="fitted", layers=2),
     "mtp without norms": MtpConfig(init="fitted", enorm=False, hnorm=False, final_norm=False),
     "mtp of two modules": MtpConfig(init="fitted", modules=2),
     "eagle": EagleConfig(init="fitted"),

@@ -38,7 +38,11 @@ from mtp_train.train.config import TrainConfig
 from mtp_train.train.loop import train
 from mtp_train.train.step import RolloutModule
 
-LIKE_ANOTHER = ("draft_model-fewer", "eagle-2-layers")  # that need not be overfitted as well
+LIKE_ANOTHER = (
+    "draft_model-fewer",
+    "eagle-2-layers",
+    "mtp-2-modules-2-layers",
+)  # that need not be overfitted as well
 SMALL = EngineConfig(max_batch=4, cache_rows=1024, page_size=4, prefill_rows=64)
 PROMPTS = ((5, 9, 2, 33), (7,), tuple(range(1, 20)), (50, 3, 3, 8, 21, 40), (11, 12))
 CPU = torch.device("cpu")
@@ -357,6 +361,8 @@ def plain_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ("gpt_oss", EagleConfig(embedding_noise=0.0)),
         ("qwen3", EagleConfig(embedding_noise=0.0, block="llama")),
         ("llama", Eagle3Config(embedding_noise=0.0, draft_vocabulary=0)),
+        ("llama", MtpConfig(embedding_noise=0.0)),
+        ("gemma2", MtpConfig(embedding_noise=0.0, final_norm=False)),
     ],
     ids=lambda value: value if isinstance(value, str) else f"{value.family}-{value.block}",
 )
@@ -608,6 +614,64 @@ def test_a_warm_start_on_other_data_keeps_the_draft_vocabulary(
     assert "its 8 draft tokens cover 15.00% of the trained text" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("config", [MtpConfig(), EagleConfig(), MedusaConfig(own_lm_heads=False)])
+def test_a_draft_vocabulary_is_rows_of_the_targets_lm_head(toy_target: Target, config: Any) -> None:
+    """Nothing is added that is trained, and the rest of the head begins with the same bits."""
+    counts = torch.arange(61) % 9
+    whole = build_head(toy_target, config, 3)
+    part = build_head(toy_target, replace(config, draft_vocabulary=40), 3, counts)
+    assert part.vocabulary is not None
+    assert part.vocabulary.tolist() == choose_vocabulary(counts, 40).tolist()
+    assert set(part.state_dict()) - set(whole.state_dict()) == {"vocabulary"}
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, part.state_dict()[name])
+    read = torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(
+        part.project(toy_target, read, 0), toy_target.logits(read)[:, part.vocabulary]
+    )
+    part.vocabulary.copy_(part.vocabulary.flip(0))  # read from a checkpoint, for example
+    torch.testing.assert_close(
+        part.project(toy_target, read, 0), toy_target.logits(read)[:, part.vocabulary]
+    )
+    other = make_target(seed=9)
+    torch.testing.assert_close(part.project(other, read, 0), other.logits(read)[:, part.vocabulary])
+
+
+def test_a_draft_vocabulary_of_no_tokens_or_of_lm_heads_is_refused() -> None:
+    for made in (MtpConfig, EagleConfig, Eagle3Config):
+        with pytest.raises(UserError, match=r"draft_vocabulary must be 0 or more; received -1"):
+            made(draft_vocabulary=-1)
+    with pytest.raises(UserError, match=r"needs head\.own_lm_heads=false; received 9"):
+        MedusaConfig(draft_vocabulary=9)
+
+
+@pytest.mark.parametrize("config", [MtpConfig(), EagleConfig(), MedusaConfig(own_lm_heads=False)])
+def test_a_warm_start_chooses_rows_of_the_targets_lm_head_anew(
+    toy_target: Target, tmp_path: Path, config: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of another size alone: nothing that is trained knows the tokens."""
+    first, other = torch.zeros(61), torch.zeros(61)
+    first[:10], other[5:25] = 1.0, 1.0
+    head = build_head(toy_target, replace(config, draft_vocabulary=8), counts_V=first)
+    save_checkpoint(tmp_path / "head", head, card(toy_target, head))
+    found = {}
+    for size in (8, 12, 0):
+        again = warm_start(
+            tmp_path / "head", toy_target, replace(config, draft_vocabulary=size), other
+        )
+        found[size] = None if again.vocabulary is None else again.vocabulary.tolist()
+        assert again.config == replace(config, draft_vocabulary=size)
+        assert all(torch.equal(v, again.state_dict()[n]) for n, v in head.named_parameters())
+    assert found == {8: list(range(8)), 12: list(range(5, 17)), 0: None}
+    assert "12 draft tokens cover 60.00% of the trained text" in capsys.readouterr().err
+    whole = build_head(toy_target, config)
+    save_checkpoint(tmp_path / "whole", whole, card(toy_target, whole))
+    part = warm_start(tmp_path / "whole", toy_target, replace(config, draft_vocabulary=8), other)
+    assert part.vocabulary is not None and part.vocabulary.tolist() == list(range(5, 13))
+    save_checkpoint(tmp_path / "part", part, card(toy_target, part))
+    assert load_head(tmp_path / "part", toy_target)[0].vocabulary.tolist() == list(range(5, 13))
+
+
 def test_a_head_of_several_modules_begins_as_a_head_of_one(
     toy_target: Target, tmp_path: Path
 ) -> None:
@@ -626,6 +690,23 @@ def test_a_head_of_several_modules_begins_as_a_head_of_one(
     save_checkpoint(tmp_path / "several", again, card(toy_target, again))
     with pytest.raises(UserError, match="modules 3 for 1"):
         warm_start(tmp_path / "several", toy_target, MtpConfig())
+
+
+def test_modules_of_several_layers_begin_as_a_module_of_as_many(
+    toy_target: Target, tmp_path: Path
+) -> None:
+    head = make_variant(toy_target, "mtp-2-layers")
+    save_checkpoint(tmp_path / "head", head, card(toy_target, head))
+    again = warm_start(tmp_path / "head", toy_target, MtpConfig(modules=2, layers=2))
+    assert isinstance(again, MtpHead) and again.cache_layers == 4
+    numbers = [[b.self_attn.layer_idx for b in m.own_blocks()] for m in again.in_order()]
+    assert numbers == [[2, 3], [4, 5]], "each layer has keys and values of its own"
+    assert len(again.decoder_blocks()) == 4
+    for module in again.in_order():
+        mine = module.state_dict()
+        assert all(torch.equal(value, mine[name]) for name, value in head.state_dict().items())
+    with pytest.raises(UserError, match="layers 2 for 1"):
+        warm_start(tmp_path / "head", toy_target, MtpConfig())
 
 
 def test_a_rollout_must_train_every_module(toy_target: Target) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -19,7 +21,7 @@ from toys import make_target, toy_config
 from transformers import AutoConfig
 
 from mtp_train.core.errors import UserError
-from mtp_train.export import dflash, eagle, eagle3
+from mtp_train.export import dflash, eagle, eagle3, llama
 from mtp_train.export.formats import LAYOUTS, USUAL, usual
 from mtp_train.export.layout import METHOD_WORDS
 from mtp_train.export.stage import RECORD, ExportConfig, export_head, import_head
@@ -70,6 +72,10 @@ GOES = [
     ("eagle3-whole", "speculators"),
     ("eagle3.1", "speculators"),
     ("eagle-own-layer", "eagle_sglang"),
+    ("eagle-part", "eagle_sglang"),
+    ("eagle3-window", "eagle3"),
+    ("eagle3-window", "speculators"),
+    ("peagle-window", "peagle"),
     ("eagle-2-layers", "eagle"),
     ("eagle-2-layers", "eagle_sglang"),
     ("eagle3-2-layers", "eagle3"),
@@ -186,6 +192,38 @@ def test_sglangs_fc_has_zeros_for_a_bias(target: Target, tmp_path: Path) -> None
     exported(target, "eagle", "eagle_sglang", tmp_path / "out")
     assert not load_file(tmp_path / "out" / "model.safetensors")["fc.bias"].any()
     assert config_of(tmp_path / "out")["architectures"] == ["LlamaForCausalLMEagle"]
+
+
+def test_sglang_is_told_a_draft_vocabulary_by_a_list_of_its_tokens(
+    target: Target, tmp_path: Path
+) -> None:
+    head = exported(target, "eagle-part", "eagle_sglang", tmp_path / "out")
+    assert head.vocabulary is not None and len(head.vocabulary) == 40
+    listed = json.loads((tmp_path / "out" / "token_map.json").read_text())
+    assert listed == head.vocabulary.tolist()
+    assert shapes(tmp_path / "out") == EAGLE | {"fc.bias": [32]}, "the lm_head is the target's"
+    told = (tmp_path / "out" / "README.md").read_text()
+    assert f"--speculative-token-map {tmp_path / 'out'}/token_map.pt\n```" in told
+    line = re.search(r'^python -c "(import json, torch; .*)"$', told, re.MULTILINE)
+    assert line, told
+    subprocess.run([sys.executable, "-c", line[1]], check=True)
+    pickled = torch.load(tmp_path / "out" / "token_map.pt", weights_only=True)
+    assert type(pickled) is list and pickled == listed, "what SGLang makes a tensor of"
+    exported(target, "eagle", "eagle_sglang", tmp_path / "whole")
+    assert "token-map" not in (tmp_path / "whole" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("tokens", [[3, 61], [-1, 4], [3, 3]])
+def test_a_list_of_other_tokens_is_refused(
+    target: Target, tmp_path: Path, tokens: list[int]
+) -> None:
+    exported(target, "eagle-part", "eagle_sglang", tmp_path / "out")
+    (tmp_path / "out" / "token_map.json").write_text(json.dumps(tokens))
+    with pytest.raises(UserError, match=r"record names; received .*token_map\.json"):
+        import_head(tmp_path / "out", target)
+    (tmp_path / "out" / RECORD).unlink()
+    with pytest.raises(UserError, match="rising token ids below 61"):
+        import_head(tmp_path / "out", target)
 
 
 def test_offsets_and_members_name_the_draft_vocabulary(target: Target, tmp_path: Path) -> None:
@@ -416,6 +454,11 @@ def test_a_wrong_key_in_the_config_is_caught(
         ("mimo_mtp", EagleConfig(), "head.family=eagle"),
         ("eagle", EagleConfig(fc_bias=True), "head.fc_bias=true"),
         ("mimo_mtp", MtpConfig(enorm=False, modules=2), "head.modules=2, head.enorm=false"),
+        ("mimo_mtp", MtpConfig(layers=2), "head.layers=2 (mtp_train_vllm holds it)"),
+        ("eagle", EagleConfig(draft_vocabulary=9), "head.draft_vocabulary=9 (it has no place"),
+        ("mimo_mtp", MtpConfig(draft_vocabulary=9), "head.draft_vocabulary=9 (it has no place"),
+        ("mtp_train_vllm", MtpConfig(draft_vocabulary=9), "head.draft_vocabulary=9"),
+        ("stitched", MtpConfig(draft_vocabulary=9), "head.draft_vocabulary=9"),
         ("eagle", MtpConfig(), "head.family=mtp"),
         ("eagle3", EagleConfig(), "head.family=eagle"),
         ("eagle3", Eagle3Config(states=["layer_1", "layer_2", "post_norm"]), "post_norm"),
@@ -919,10 +962,70 @@ def test_a_windowed_block_head_is_said_not_to_be_causal(target: Target, tmp_path
         assert said in (folder / "README.md").read_text()
 
 
+@pytest.mark.parametrize("layout", ["eagle3", "speculators", "peagle"])
+def test_a_window_is_said_as_vllms_llama_reads_it(
+    target: Target, tmp_path: Path, layout: str
+) -> None:
+    """It takes the type of the draft's own layer i, and the window where that slides."""
+    variant = "peagle-window" if layout == "peagle" else "eagle3-window"
+    head = exported(target, variant, layout, tmp_path / "out")
+    config = config_of(tmp_path / "out")
+    layer = config.get("transformer_layer_config", config)
+    assert layer["layer_types"] == ["sliding_attention"] * head.config.layers
+    assert layer["sliding_window"] == head.config.window > 0
+    exported(target, variant.split("-")[0], layout, tmp_path / "none")
+    none = config_of(tmp_path / "none")
+    assert "layer_types" not in none.get("transformer_layer_config", none)
+
+
+@pytest.mark.parametrize(
+    ("change", "window"),
+    [
+        ({"layer_types": ["full_attention"], "sliding_window": 9}, 0),
+        (
+            {
+                "layer_types": ["sliding_attention", "full_attention"],
+                "num_hidden_layers": 2,
+                "sliding_window": 9,
+            },
+            9,
+        ),
+        ({"sliding_window": 9}, 0),
+    ],
+)
+def test_a_window_is_the_drafts_own_layers(
+    target: Target, tmp_path: Path, change: dict[str, Any], window: int
+) -> None:
+    """A file may name more layers than there are, the target's: one layer takes the first type."""
+    exported(target, "eagle3", "eagle3", tmp_path / "out")
+    rewrite(tmp_path / "out", config=lambda config: config.update(change))
+    assert import_head(tmp_path / "out", target)[1].config.window == window
+
+
+def test_layers_of_several_windows_are_refused(target: Target, tmp_path: Path) -> None:
+    exported(target, "eagle3-2-layers", "eagle3", tmp_path / "out")
+    mixed = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
+    rewrite(tmp_path / "out", config=lambda config: config.update(mixed))
+    with pytest.raises(UserError, match="must all have one window"):
+        import_head(tmp_path / "out", target)
+
+
+def test_a_window_off_by_one_is_caught(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing and reading could share the fault: the engine's equation does not."""
+    write, read = llama.window_keys, llama.read_window
+    monkeypatch.setattr(llama, "window_keys", lambda window, layers: write(window + 1, layers))
+    monkeypatch.setattr(llama, "read_window", lambda config, layers: read(config, layers) - 1)
+    with pytest.raises(UserError, match="the engine's equation"):
+        exported(target, "eagle3-window", "eagle3", tmp_path / "out")
+
+
 def test_a_layout_without_a_place_for_a_window_refuses_one(target: Target) -> None:
     for layout, config in (
         ("mimo_mtp", MtpConfig(window=9)),
         ("eagle", EagleConfig(window=9)),
-        ("eagle3", Eagle3Config(window=9, states=["layer_1", "layer_2", "layer_3"])),
+        ("eagle_sglang", EagleConfig(window=9)),
+        ("mtp_train_vllm", MtpConfig(window=9)),
     ):
         assert "head.window=9" in LAYOUTS[layout].not_held(config, target)

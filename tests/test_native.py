@@ -177,6 +177,21 @@ def test_one_recurrent_module_begins_as_the_first(layout: str, tmp_path: Path) -
     assert all(torch.equal(v, two.state_dict()[n]) for n, v in again.state_dict().items())
 
 
+@LAYOUTS
+def test_later_layers_add_nothing_to_the_published_modules(layout: str, tmp_path: Path) -> None:
+    make_folder(tmp_path, layout, depths=2)
+    target = Target.load(tmp_path, "float32")
+    one, two = (build(target, MtpConfig(init="native", modules=2, layers=n)) for n in (1, 2))
+    assert set(one.state_dict()) < set(two.state_dict())
+    rows = torch.randn(2, 5, target.hidden_size, generator=torch.Generator().manual_seed(1))
+    for depth in (0, 1):
+        with torch.no_grad():
+            outs = [
+                head.at(depth)(*rows, torch.arange(5), PackedContext([0, 5])) for head in (one, two)
+            ]
+        torch.testing.assert_close(outs[1], outs[0], atol=1e-6, rtol=1e-5)
+
+
 def test_more_modules_than_the_target_has_are_refused(tmp_path: Path) -> None:
     make_folder(tmp_path, "deepseek")
     with pytest.raises(UserError, match=r"as many modules as the target has: 1; received 2"):

@@ -259,6 +259,39 @@ def test_validation_at_every_depth_for_every_target(
     assert whole == pytest.approx(again, rel=1e-3, abs=1e-4)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_acceptance_over_a_part_of_the_targets_lm_head(
+    texts: list[torch.Tensor], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hand: the head's chances are over its tokens, capped as the target's, p is over the whole vocabulary."""
+    target = toy(name)
+    head = build_head(target, MtpConfig(draft_vocabulary=30), 3, torch.arange(61) % 7)
+    text, vocabulary = texts[0], head.vocabulary
+    assert vocabulary is not None and len(vocabulary) == 30
+    hold_engine_against_training(target, head, texts, monkeypatch)
+    states = captured_states(target, [text], head.states)
+    logits = training_logits(target, head, text, [0, len(text)], states, 1)
+    alphas, agreed = [], []
+    for row in range(6, len(text) - 2):  # predicts tokens 8, 9, ...
+        p = target.logits(states["post_norm"][row + 1]).softmax(-1)
+        alphas.append(float(torch.minimum(p[vocabulary], logits[row, 0].softmax(-1)).sum()))
+        agreed.append(float(p.argmax() == vocabulary[logits[row, 0].argmax()]))
+    answer = Answer("0", "all", (), tuple(text[:8].tolist()), tuple(text[8:].tolist()), "stop")
+    found = engine_validation(target, head, [answer], 1)
+    assert found["alpha/1"] == pytest.approx(sum(alphas) / len(alphas), rel=1e-4)
+    assert found["agree/1"] == pytest.approx(sum(agreed) / len(agreed))
+    engines = engine_validation(target, head, answers_of(texts), STEPS)
+    assert engines == pytest.approx(trainers_validation(target, head, texts, STEPS), rel=1e-3)
+
+
+def answers_of(texts: list[torch.Tensor]) -> list[Answer]:
+    """Their tokens from the eighth on are the answer's."""
+    return [
+        Answer(str(i), "all", (), tuple(t[:7].tolist()), tuple(t[7:].tolist()), "stop")
+        for i, t in enumerate(texts)
+    ]
+
+
 def trainers_validation(
     target: Target, head: DraftHead, texts: list[torch.Tensor], steps: int
 ) -> dict[str, float]:

@@ -45,7 +45,10 @@ def toy() -> Toy:
 
 
 def opinionated(target: Target, family: str) -> DraftHead:
-    """A head that is sure of itself and often wrong; eagle3 can draft five of the seven tokens, draft_model six."""
+    """A head that is sure of itself and often wrong.
+
+    eagle3 and mtp_part can draft five of the seven tokens, draft_model six.
+    """
     if family == "draft_model":
         small = LlamaConfig(
             vocab_size=6,
@@ -58,8 +61,9 @@ def opinionated(target: Target, family: str) -> DraftHead:
             initializer_range=0.6,
         )
         return build_head(target, DraftModelConfig(model=config_values(small)), 9)
-    if family == "mtp":
-        head = build(target, MtpConfig(init="random"), seed=9)
+    if family in ("mtp", "mtp_part"):
+        config = MtpConfig(init="random", draft_vocabulary=0 if family == "mtp" else 5)
+        head = build(target, config, 9, torch.tensor([3, 0, 5, 1, 0, 4, 2]))
         with torch.no_grad():
             head.eh_proj.weight.mul_(20)
         return head
@@ -79,8 +83,8 @@ def opinionated(target: Target, family: str) -> DraftHead:
         return medusa
     states = ["layer_0", "layer_1", "post_norm"]
     made = PEagleConfig if family == "peagle" else Eagle3Config
-    config = made(init="random", states=states, draft_vocabulary=5)
-    own = build_head(target, config, 9, torch.tensor([3, 0, 5, 1, 0, 4, 2]))
+    options = made(init="random", states=states, draft_vocabulary=5)
+    own = build_head(target, options, 9, torch.tensor([3, 0, 5, 1, 0, 4, 2]))
     with torch.no_grad():
         own.get_submodule("lm_head").weight.mul_(20)
     return own
@@ -100,6 +104,8 @@ SCHEMES: dict[str, Callable[[Target], Proposer | None]] = {
     "none": lambda target: None,
     "mtp": chain("mtp", 1),
     "mtp_chain": chain("mtp", 2),
+    "mtp_part": chain("mtp_part", 2),
+    "mtp_part_dynamic": tree("mtp_part", "dynamic"),
     "eagle3_chain": chain("eagle3", 2),
     "peagle": chain("peagle", 2),
     "draft_target": chain("draft_model", 2),

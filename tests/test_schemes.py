@@ -43,12 +43,23 @@ SCHEMES: dict[str, Scheme] = {
     "mtp-1": lambda target: ChainProposer(target, make_variant(target, "mtp"), 1),
     "mtp-3": lambda target: ChainProposer(target, make_variant(target, "mtp"), 3),
     "mtp-modules": lambda target: ChainProposer(target, make_variant(target, "mtp-3-modules"), 3),
+    "mtp-window": lambda target: ChainProposer(
+        target, make_variant(target, "mtp-2-modules-window"), 3
+    ),
+    "mtp-part": lambda target: ChainProposer(target, make_variant(target, "mtp-part"), 3),
+    "mtp-layers": lambda target: ChainProposer(
+        target, make_variant(target, "mtp-2-layers", seed=3), 3
+    ),
     "mtp-dynamic": lambda target: TreeProposer(target, make_variant(target, "mtp"), DYNAMIC),
     "eagle-chain": lambda target: ChainProposer(target, make_variant(target, "eagle"), 3),
     "eagle-fixed": lambda target: TreeProposer(
         target, make_variant(target, "eagle-2-layers"), FIXED
     ),
     "eagle-dynamic": lambda target: TreeProposer(target, make_variant(target, "eagle"), DYNAMIC),
+    "eagle-window": lambda target: TreeProposer(
+        target, make_variant(target, "eagle-window"), DYNAMIC
+    ),
+    "eagle-part": lambda target: TreeProposer(target, make_variant(target, "eagle-part"), DYNAMIC),
     "eagle3-chain": lambda target: ChainProposer(target, make_variant(target, "eagle3"), 3),
     "eagle3-dynamic": lambda target: TreeProposer(
         target, make_variant(target, "eagle3-2-layers"), DYNAMIC
@@ -111,6 +122,48 @@ def test_joining_leaving_and_yielding_change_nothing(
     assert engine.parts.pages.available == engine.parts.pages.pages
     if CONFIGS[name].cache_rows == SCARCE.cache_rows:
         assert engine.stats.preempted > 0
+
+
+@pytest.mark.parametrize("name", ["both", "no-sharing"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "mtp-2-modules-window",
+        "mtp-2-modules-2-layers",
+        "mtp-part",
+        "eagle-window",
+        "eagle3-window",
+        "peagle-window",
+        "dflash-window",
+    ],
+)
+def test_drafts_do_not_depend_on_chunks_yielding_or_shared_pages(
+    toy_target: Target, variant: str, name: str
+) -> None:
+    """Outputs are the target's whatever a head drafts: here its own cached rows are held, windows' edges with them."""
+    common = torch.randint(61, (13,), generator=torch.Generator().manual_seed(3)).tolist()
+    shown = [replace(r, prompt=(*common, *r.prompt)) for r in requests(8)]
+    found = []
+    for config in (replace(ROOMY, max_batch=1, share_prefixes=False), CONFIGS[name]):
+        engine = Engine(
+            toy_target, ChainProposer(toy_target, make_variant(toy_target, variant), 3), config
+        )
+        found.append([drafts_by_place(one) for one in engine.generate(shown)])
+    assert engine.stats.preempted > 0
+    shared = [
+        (a[place], b[place]) for a, b in zip(*found, strict=True) for place in a if place in b
+    ]
+    assert len(shared) > 0.8 * sum(map(len, found[0]))
+    assert all(one == other for one, other in shared)
+
+
+def drafts_by_place(done: Completion) -> dict[int, tuple[int, ...]]:
+    """What was drafted, by how many tokens were there."""
+    place, found = 1, {}
+    for step in done.steps:
+        found[place] = tuple(step.drafted)
+        place += 1 + step.accepted
+    return found
 
 
 LIKELY = [name for name in SCHEMES if not name.startswith(("medusa", "dflash", "dspark"))]

@@ -24,7 +24,7 @@ from mtp_train.models.target import Target
 from mtp_train.serving_plugin.rows import Rows
 
 LAYOUT = "mtp_train_vllm"
-HEADS = [name for name in VARIANTS if name.startswith("mtp")]
+HEADS = [name for name in VARIANTS if name.startswith("mtp") and "part" not in name]
 
 
 @pytest.fixture
@@ -54,6 +54,16 @@ def test_the_config_says_which_norms_and_how_many_modules(target: Target, tmp_pa
     assert config["norms"] == ["enorm", "hnorm", "input_norm", "final_norm"]
     assert config["architectures"] == [serving_plugin.ARCHITECTURE]
     assert config["model_type"] == serving_plugin.MODEL_TYPE
+    assert (config["num_hidden_layers"], config["module_layers"]) == (2, 1)
+    export_head(
+        make_variant(target, "mtp-2-modules-2-layers"),
+        target,
+        ExportConfig(LAYOUT),
+        tmp_path / "deep",
+        {},
+    )
+    config = json.loads((tmp_path / "deep" / "config.json").read_text())
+    assert (config["num_hidden_layers"], config["module_layers"]) == (4, 2)
     export_head(
         make_variant(target, "mtp-hnorm"), target, ExportConfig(LAYOUT), tmp_path / "one", {}
     )

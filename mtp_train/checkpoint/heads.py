@@ -168,15 +168,15 @@ def warm_start(
 
     It may come from another target of the same sizes. A head of one module begins every module of a head of several.
     What its block has for itself it keeps, unless the configuration says otherwise (head.layer).
-    Its draft vocabulary stays as it is, since its lm_head's rows mean these tokens; how much of the new text it covers
-    is said.
+    The draft vocabulary of an lm_head of its own stays as it is, since the rows mean these tokens; of a head that reads
+    the target's, one of another size is chosen anew. How much of the new text it covers is said.
 
     Args:
         config: the family's dataclass; how a fresh head would begin does not matter.
         counts_V: how often each token is trained.
     """
     head, card = load_head(folder, target, same_weights=False)
-    head = head.extended(target, config)
+    head = head.extended(target, config, counts_V)
     wanted, found = asdict(config), asdict(head.config)
     differ = [
         name

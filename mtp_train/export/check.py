@@ -114,7 +114,8 @@ def _whole(head: DraftHead, chain: Chain, unrolled: Unrolled, step: int) -> Tens
     read_NE = unrolled.read_SNE[step].float().cpu()
     own = head.own_output()
     if own is None:
-        logits_U = chain.lm_head(read_NE)[0]
+        logits_V = chain.lm_head(read_NE)[0]
+        logits_U = logits_V if head.vocabulary is None else logits_V[head.vocabulary.cpu()]
     else:
         matrix = (own if own.ndim == 2 else own[step]).float().cpu()
         logits_U = (read_NE @ matrix.T)[0]

@@ -26,7 +26,7 @@ from torch import Tensor
 from mtp_train.core.errors import UserError
 from mtp_train.export.deepseek_layer import DeepseekLayer
 from mtp_train.export.layout import METHOD_WORDS, Chain, Layout, Serving
-from mtp_train.export.llama import sglang
+from mtp_train.export.llama import layer_faults, sglang
 from mtp_train.heads.base import DraftHead
 from mtp_train.heads.mtp import MtpConfig, MtpHead
 from mtp_train.heads.native import LAYOUTS, belongs, module_tensors, set_module
@@ -51,6 +51,7 @@ class DeepseekNextn(Layout):
 
     def head_faults(self, config: Any) -> Iterator[str]:
         yield from (f"head.{name}=false" for name in NORMS if not getattr(config, name))
+        yield from layer_faults(config)
         if config.block != "target":
             yield f"head.block={config.block} (engines build DeepSeek's own layer)"
 

@@ -7,26 +7,34 @@ differ in what a folder must say:
     vLLM     LlamaForCausalLM        raises on `norm`, `lm_head` and `layers.0.input_layernorm`; has no fc.bias
     SGLang   LlamaForCausalLMEagle   its fc has a bias, random where the folder has none: zeros are written
 
-So they are two layouts, a folder each. Knows tensors and config keys only.
+So they are two layouts, a folder each. SGLang alone takes a part of the target's lm_head for a draft vocabulary: it is
+told its tokens by a file of them (`--speculative-token-map`; `load_token_map`, a list that torch pickled). No pickle is
+written here: the folder holds the list as JSON, and the model card the line that turns it into one.
+
+Knows tensors, config keys and that list.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mtp_train.core.provenance import read_json, write_json
 from mtp_train.export import llama
 from mtp_train.export.layout import Chain, Layout, Serving, cast, require_tensors
 from mtp_train.export.reference import Layer, chained
 from mtp_train.heads.base import DraftHead
 from mtp_train.heads.eagle import EagleConfig, EagleHead
+from mtp_train.heads.vocabulary import require_vocabulary
 from mtp_train.models.target import Target
 
 PREFIX = "layers.0."
 BIAS = "fc.bias"
+TOKENS, TOKEN_FILE = "token_map", "token_map.json"
 
 
 class Eagle(Layout):
@@ -67,10 +75,18 @@ class Eagle(Layout):
     ) -> EagleHead:
         bias = BIAS in tensors and bool(tensors[BIAS].any())  # not a number too
         block = llama.settings(config, target, tensors, PREFIX)
-        head = EagleHead(target, EagleConfig(**block, fc_bias=bias))
+        token_U = tensors.get(TOKENS)
+        drafted = 0 if token_U is None else len(token_U)
+        settings = EagleConfig(**block, fc_bias=bias, draft_vocabulary=drafted)
+        head = EagleHead(target, settings)
         ours, names = head.state_dict(), _names(head)
-        require_tensors(tensors, {theirs: ours[mine] for theirs, mine in names.items()}, {BIAS})
-        head.load_state_dict({mine: tensors[theirs].float() for theirs, mine in names.items()})
+        wanted = {theirs: ours[mine] for theirs, mine in names.items()}
+        require_tensors(tensors, wanted, {BIAS, TOKENS})
+        loaded = {mine: tensors[theirs].float() for theirs, mine in names.items()}
+        if token_U is not None:
+            loaded["vocabulary"] = token_U.sort().values  # their order tells nothing
+            require_vocabulary(loaded["vocabulary"], target.vocab_size)
+        head.load_state_dict(loaded)
         return head
 
     def served(
@@ -87,7 +103,15 @@ class Eagle(Layout):
                 out = Layer(tensors, config, f"layers.{number}.").whole(out, position)
             return out, out
 
-        return chained(step, chain, chain.states["post_norm"], chain.lm_head)
+        def lm_head(read_ND: Tensor) -> Tensor:
+            logits_NV = chain.lm_head(read_ND)
+            if TOKENS not in tensors:
+                return logits_NV
+            whole_NV = torch.full_like(logits_NV, float("-inf"))
+            whole_NV[:, tensors[TOKENS]] = logits_NV[:, tensors[TOKENS]]
+            return whole_NV
+
+        return chained(step, chain, chain.states["post_norm"], lm_head)
 
     def serving(self, config: Any, target: str, head: str, drafts: int) -> list[Serving]:
         return [
@@ -108,6 +132,18 @@ class EagleSglang(Eagle):
 
     name = "eagle_sglang"
     architecture = "LlamaForCausalLMEagle"
+    vocabularies = True
+
+    def write(self, folder: Path, head: DraftHead, target: Target) -> None:
+        super().write(folder, head, target)
+        if head.vocabulary is not None:
+            write_json(folder / TOKEN_FILE, head.vocabulary.tolist())
+
+    def load(self, folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, config = super().load(folder)
+        if (folder / TOKEN_FILE).is_file():
+            tensors[TOKENS] = torch.tensor(read_json(folder / TOKEN_FILE), dtype=torch.int64)
+        return tensors, config
 
     def tensors(self, head: DraftHead, target: Target, dtype: torch.dtype) -> dict[str, Tensor]:
         zeros = {BIAS: torch.zeros(target.hidden_size, dtype=dtype)}
@@ -118,6 +154,12 @@ class EagleSglang(Eagle):
 
     def serving(self, config: Any, target: str, head: str, drafts: int) -> list[Serving]:
         command = llama.sglang("EAGLE", target, head, drafts)
+        if config.draft_vocabulary:
+            pickled = Path(TOKEN_FILE).with_suffix(".pt")
+            made = f"torch.save(json.load(open('{head}/{TOKEN_FILE}')), '{head}/{pickled}')"
+            told = f" \\\n    --speculative-token-map {head}/{pickled}\n```"
+            python = f'```\npython -c "import json, torch; {made}"\n'
+            command = python + command.removeprefix("```\n").removesuffix("\n```") + told
         tree = (
             f"{command}\n\n`--speculative-eagle-topk` above 1 verifies an EAGLE-2 tree, of "
             "`--speculative-num-draft-tokens` tokens."

@@ -7,7 +7,9 @@
 
 (vLLM 0.32 `llama_eagle3.py`; SGLang `llama_eagle3.py`.) `lm_head` row i drafts the target's token i + d2t[i]; t2d tells
 which tokens have a row. Which layers g are of is said twice, since engines count differently: vLLM by the layers that
-have run, at the top level, SGLang by the last of them, in `eagle_config`.
+have run, at the top level, SGLang by the last of them, in `eagle_config`. A window is `layer_types` with
+`sliding_window`: vLLM's Llama layers look their type up from the draft's first layer on in this method, in `eagle` from
+the target's first.
 
 Knows tensors and config keys only.
 """
@@ -44,6 +46,8 @@ class Eagle3(Layout):
 
     name = "eagle3"
     family = Eagle3Head.family
+    windows = True
+    vocabularies = True
     prefix = "midlayer."  # of the block; SGLang knows no other name, vLLM both
     needs: ClassVar[tuple[str, ...]] = NEEDS
     never: ClassVar[tuple[str, ...]] = (MASK,)
@@ -68,6 +72,7 @@ class Eagle3(Layout):
         ids = [layer_of(name, target.layers) for name in head.states]
         return (
             llama.dimensions(target, head.config.layer)
+            | llama.window_keys(head.config.window, head.config.layers)
             | {flag: getattr(head.config, flag) for flag in FLAGS}
             | {
                 "architectures": [ARCHITECTURE],
@@ -101,6 +106,7 @@ class Eagle3(Layout):
         settings_class, head_class = self.made
         settings = settings_class(
             **block,
+            window=llama.read_window(config, block["layers"]),
             states=[f"layer_{number}" for number in layer_ids(config, target.layers)],
             draft_vocabulary=0 if vocabulary_U is None else len(vocabulary_U),
             **flags,
@@ -131,6 +137,7 @@ class Eagle3(Layout):
 
     def serving(self, config: Any, target: str, head: str, drafts: int) -> list[Serving]:
         flags = [flag for flag in FLAGS if getattr(config, flag)]
+        flags += ["the window"] * bool(config.window)
         sglang = llama.sglang("EAGLE3", target, head, drafts)
         if flags:
             sglang = f"Its EAGLE-3 model leaves out {', '.join(flags)}, which this head needs."

@@ -91,6 +91,7 @@ class Layout(ABC):
         needs: patterns of tensor names (`|` between alternatives), each of which a folder of the layout has.
         never: patterns of tensor names that it has not.
         windows: whether it says a head's window.
+        vocabularies: whether it says which part of the vocabulary a head drafts.
     """
 
     name: ClassVar[str]
@@ -99,6 +100,7 @@ class Layout(ABC):
     needs: ClassVar[tuple[str, ...]]
     never: ClassVar[tuple[str, ...]] = ()
     windows: ClassVar[bool] = False
+    vocabularies: ClassVar[bool] = False
 
     def not_held(self, config: Any, target: Target | None = None) -> str:
         """Why a head of this configuration, for this target, can't go here; empty if it can."""
@@ -108,6 +110,9 @@ class Layout(ABC):
         window = getattr(config, "window", 0)
         if window and not self.windows:
             faults.append(f"head.window={window} (it has no place for one)")
+        drafted = getattr(config, "draft_vocabulary", 0)
+        if drafted and not self.vocabularies:
+            faults.append(f"head.draft_vocabulary={drafted} (it has no place for one)")
         if not faults and target is not None:
             faults = list(self.target_faults(config, target))
         return ", ".join(faults)

@@ -42,6 +42,7 @@ SIZES = (
     "attention_bias",
     "mlp_bias",
 )
+SLIDING = "sliding_attention"
 LAYER = re.compile(r"layers\.(\d+)\.")
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -63,6 +64,26 @@ def dimensions(target: Target, own: Mapping[str, Any] | None = None) -> dict[str
             "dtype": str(target.dtype).removeprefix("torch."),
         }
     )
+
+
+def window_keys(window: int, layers: int) -> dict[str, Any]:
+    """config.json's keys of a draft whose layers all have one window, as vLLM's Llama reads them; none: no keys."""
+    if not window:
+        return {}
+    return {"layer_types": [SLIDING] * layers, "sliding_window": window}
+
+
+def read_window(config: Mapping[str, Any], layers: int) -> int:
+    """`head.window` of a draft of so many layers: other trainers' files may name more of them, the target's."""
+    kinds = set((config.get("layer_types") or [])[:layers])
+    if SLIDING not in kinds:
+        return 0
+    window = config.get("sliding_window")
+    if len(kinds) > 1 or not isinstance(window, int) or window < 1:
+        rule = "a head's layers must all have one window, of a position or more"
+        value = f"layer_types {sorted(kinds)}, sliding_window {window}"
+        raise UserError(rule, value, "this kind is not trained or run here")
+    return window
 
 
 def block_faults(config: Any, target: Target, held: Collection[str]) -> Iterator[str]:
@@ -143,6 +164,12 @@ def read_layer(config: Mapping[str, Any], target: Target) -> dict[str, Any]:
             "this kind is not trained or run here",
         )
     return {key: theirs[key] for key in OWN if theirs[key] != ours[key]}
+
+
+def layer_faults(config: Any) -> Iterator[str]:
+    """Stock engines' MTP modules have one decoder layer."""
+    if config.layers > 1:
+        yield f"head.layers={config.layers} (mtp_train_vllm holds it)"
 
 
 def settings(

@@ -53,6 +53,7 @@ class MimoMtp(Layout):
     def head_faults(self, config: Any) -> Iterator[str]:
         if config.modules > 1:
             yield f"head.modules={config.modules}"
+        yield from llama.layer_faults(config)
         yield from (f"head.{name}=false" for name in SWITCHES if not getattr(config, name))
 
     def target_faults(self, config: Any, target: Target) -> Iterator[str]:

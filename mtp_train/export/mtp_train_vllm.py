@@ -1,7 +1,8 @@
 """The layout of our own vLLM plug-in (`mtp_train.serving_plugin`): any `mtp` head around a Llama-type layer.
 
 `modules.{k}.*` with our own names, of as many modules as the head has; config.json says which norms. It holds what no
-stock layout does: heads with norms left out, and several modules of which each serves its own draft step.
+stock layout does: heads with norms left out, several modules of which each serves its own draft step, and modules of
+several decoder layers.
 
 Knows tensors and config keys only.
 """
@@ -54,8 +55,9 @@ class MtpTrainVllm(Layout):
         return llama.dimensions(target) | {
             "architectures": [ARCHITECTURE],
             "model_type": "mtp",
-            "num_hidden_layers": head.depths,
+            "num_hidden_layers": head.cache_layers,
             "num_nextn_predict_layers": head.depths,
+            "module_layers": head.config.layers,
             "norms": [name for name in SWITCHES if getattr(head.config, name)],
             "attention_bias": False,
             "qkv_bias": f"block.{BIASES[0]}" in head.state_dict(),
@@ -76,7 +78,8 @@ class MtpTrainVllm(Layout):
             )
         modules = int(config["num_nextn_predict_layers"])
         switches: dict[str, Any] = {name: name in norms for name in SWITCHES}
-        settings = MtpConfig(modules=modules, block=block_kind(target), **switches)
+        layers = int(config.get("module_layers", 1))
+        settings = MtpConfig(modules=modules, layers=layers, block=block_kind(target), **switches)
         head = MtpHead(target, settings)
         require_tensors(tensors, _named(head))
         with torch.no_grad():
@@ -129,6 +132,9 @@ def _module(tensors: Mapping[str, Tensor], config: Mapping[str, Any], prefix: st
         first = normed(f"{inner}input_layernorm", "input_norm", rows)
         rows = rows + layer.attention(first, position)
         second = layer.norm(f"{inner}post_attention_layernorm.weight", rows)
-        return normed(f"{prefix}final_norm", "final_norm", rows + layer.mlp(second))
+        rows = rows + layer.mlp(second)
+        for at in range(config["module_layers"] - 1):
+            rows = Layer(tensors, config, f"{prefix}later_blocks.{at}.").whole(rows, position)
+        return normed(f"{prefix}final_norm", "final_norm", rows)
 
     return run

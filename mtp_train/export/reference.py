@@ -54,8 +54,10 @@ class Layer:
         repeat = len(q_NTH) // groups
         k_NTH = turned(k_GTH, table).repeat_interleave(repeat, 0)
         score_NTT = turned(q_NTH, table) @ k_NTH.transpose(1, 2) / width**0.5
-        future_TT = torch.ones(score_NTT.shape[1:], dtype=torch.bool).triu(1)
-        weight_NTT = score_NTT.masked_fill(future_TT, float("-inf")).softmax(-1)
+        unseen_TT = torch.ones(score_NTT.shape[1:], dtype=torch.bool).triu(1)
+        if "sliding_attention" in (self.config.get("layer_types") or ()):
+            unseen_TT |= ~torch.ones_like(unseen_TT).triu(1 - self.config["sliding_window"])
+        weight_NTT = score_NTT.masked_fill(unseen_TT, float("-inf")).softmax(-1)
         mixed_NTH = weight_NTT @ v_GTH.repeat_interleave(repeat, 0)
         return self.linear("self_attn.o_proj", mixed_NTH.transpose(0, 1).flatten(1))
 

@@ -39,6 +39,7 @@ class Speculators(Eagle3):
         inner = super().config(head, target)
         layer = {
             **llama.dimensions(target, head.config.layer),
+            **llama.window_keys(head.config.window, head.config.layers),
             "model_type": "llama",
             "num_hidden_layers": head.config.layers,
         }

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from mtp_train.attention.paged import BatchPlan, PagedKV, TreeRows
 from mtp_train.core.errors import UserError
 from mtp_train.heads.block import POSITIONS
+from mtp_train.heads.vocabulary import LmHeadPart
 from mtp_train.models.packed import pack_linears
 from mtp_train.models.target import POST_NORM, Target
 
@@ -168,6 +169,7 @@ class DraftHead(nn.Module, ABC):
         self.steps = steps
         self.register_buffer("vocabulary", vocabulary_U)
         self.register_buffer("temperatures", None)
+        self._lm_head_part = LmHeadPart()
 
     # --- what a family is -------------------------------------------------------------------------------------
 
@@ -262,6 +264,8 @@ class DraftHead(nn.Module, ABC):
     def project(self, target: Target, read_NE: Tensor, step: int) -> Tensor:
         """Logits of draft step `step` (from 0) [N, U] of what its lm_head reads."""
         own = self.own_output()
+        if own is None and self.vocabulary is not None:
+            return self._lm_head_part.logits(target, self.vocabulary, read_NE)
         if own is None:
             return target.logits(read_NE)
         return torch.nn.functional.linear(read_NE, own if own.ndim == 2 else own[step])
@@ -301,8 +305,11 @@ class DraftHead(nn.Module, ABC):
         """Of the chains that could be trained, how large a part a step trains, over all draft steps."""
         return 1.0
 
-    def extended(self, target: Target, config: Any) -> DraftHead:
-        """This head with what a configuration asks for beyond it and can be begun from what it has."""
+    def extended(self, target: Target, config: Any, counts_V: Tensor | None = None) -> DraftHead:
+        """This head with what a configuration asks for beyond it and can be begun from what it has.
+
+        counts_V: how often each token is trained, of the target's vocabulary.
+        """
         return self
 
     def require_rollout(self, steps: int) -> None:

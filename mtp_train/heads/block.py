@@ -178,11 +178,12 @@ def require_layers(layers: int) -> None:
 
 
 def make_later_blocks(
-    target: Target, layers: int, kind: str = "target", layer: Layer | None = None
+    target: Target, layers: int, kind: str = "target", layer: Layer | None = None, first: int = 0
 ) -> Any:
-    """The decoder layers of a head after its first: whole ones, each with keys and values of its own."""
+    """The decoder layers of a head after layer `first`: whole ones, each with keys and values of its own."""
+    depths = range(first + 1, first + layers)
     return nn.ModuleList(
-        make_block(target, depth=depth, kind=kind, layer=layer) for depth in range(1, layers)
+        make_block(target, depth=depth, kind=kind, layer=layer) for depth in depths
     )
 
 

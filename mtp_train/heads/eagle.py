@@ -41,6 +41,7 @@ from mtp_train.heads.start import (
     begin_as_last_layer,
     require_init,
 )
+from mtp_train.heads.vocabulary import choose_again, choose_for, empty_vocabulary, require_size
 from mtp_train.models.target import Target
 
 
@@ -52,6 +53,7 @@ class EagleConfig:
         block: `target` for its own decoder layer class, `llama` for a plain Llama's of its sizes.
         layer: what a Llama block has for itself: its sizes, rms_norm_eps, rope_parameters.
         layers: decoder layers; those after the first begin as the identity, unless `init` is `random`.
+        draft_vocabulary: so many of the most frequent trained tokens can be drafted; 0 is all of the vocabulary.
         window: positions that a row sees, its own the last; 0: all before it.
         fc_bias: whether `fc` has a bias, as the authors' own heads have; vLLM leaves it out.
         init: `last_layer`, `fitted` or `random`, as for `mtp`; without norms it begins near the same function.
@@ -63,6 +65,7 @@ class EagleConfig:
     layer: dict[str, Any] = field(default_factory=dict)
     layers: int = 1
     window: int = 0
+    draft_vocabulary: int = 0
     fc_bias: bool = False
     init: str = "last_layer"
     embedding_noise: float = 0.1
@@ -71,6 +74,7 @@ class EagleConfig:
         require_window(self.window)
         require_init(self.init, (*INITS, FITTED))
         require_layers(self.layers)
+        require_size(self.draft_vocabulary)
         require_block(self.block)
         require_layer(self.layer, self.block, self.init)
 
@@ -81,7 +85,7 @@ class EagleHead(ChainHead):
     family = "eagle"
 
     def __init__(self, target: Target, config: EagleConfig) -> None:
-        super().__init__(config)
+        super().__init__(config, vocabulary_U=empty_vocabulary(config.draft_vocabulary))
         self.cache_layers = config.layers
         self.fc = nn.Linear(2 * target.hidden_size, target.hidden_size, bias=config.fc_bias)
         self.block = make_block(target, input_norm=False, kind=config.block, layer=config.layer)
@@ -94,6 +98,11 @@ class EagleHead(ChainHead):
 
     def projections(self) -> list[Projection]:
         return [Projection(self.fc, _halves, self.block, nn.Identity())]
+
+    def extended(self, target: Target, config: Any, counts_V: Tensor | None = None) -> EagleHead:
+        """This head with the draft vocabulary asked for."""
+        choose_again(self, config, counts_V)
+        return self
 
     def forward(
         self, embedding_TD: Tensor, state_TD: Tensor, position_T: Tensor, context: AttentionContext
@@ -110,8 +119,14 @@ def _halves(embedding_TD: Tensor, state_TD: Tensor) -> Tensor:
     return torch.cat([embedding_TD, state_TD], dim=-1)
 
 
-def build(target: Target, config: EagleConfig, seed: int = 0) -> EagleHead:
-    """A fresh head for `target`, in float32 on its device."""
+def build(
+    target: Target, config: EagleConfig, seed: int = 0, counts_V: Tensor | None = None
+) -> EagleHead:
+    """A fresh head for `target`, in float32 on its device.
+
+    Args:
+        counts_V: how often each token is trained; a draft vocabulary is chosen by it.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         head = EagleHead(target, config)
@@ -122,4 +137,5 @@ def build(target: Target, config: EagleConfig, seed: int = 0) -> EagleHead:
             begin_as_identity(target, head.later)
         if head.fc.bias is not None:
             head.fc.bias.data.zero_()
+    choose_for(head, config.draft_vocabulary, counts_V)
     return head.to(target.device)

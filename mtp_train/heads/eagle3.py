@@ -50,7 +50,7 @@ from mtp_train.heads.start import (
     require_init,
     usual_length,
 )
-from mtp_train.heads.vocabulary import choose_vocabulary
+from mtp_train.heads.vocabulary import choose_vocabulary, empty_vocabulary, require_size
 from mtp_train.models.target import Target, eagle3_states
 
 STATES = 3
@@ -101,9 +101,7 @@ class Eagle3Config:
         require_layer(self.layer, self.block, self.init)
         if len(self.states) not in (0, STATES):
             raise UserError(f"head.states must be {STATES} states or none", self.states, "name 3")
-        if self.draft_vocabulary < 0:
-            rule = "head.draft_vocabulary must be 0 or more"
-            raise UserError(rule, self.draft_vocabulary, "use 0 for the whole vocabulary")
+        require_size(self.draft_vocabulary)
 
 
 class Eagle3Head(ChainHead):
@@ -120,7 +118,7 @@ class Eagle3Head(ChainHead):
         super().__init__(
             config,
             states=tuple(config.states),
-            vocabulary_U=torch.zeros(size, dtype=torch.int64) if size else None,
+            vocabulary_U=empty_vocabulary(size),
         )
         width = target.hidden_size
         self.cache_layers = config.layers

@@ -6,7 +6,7 @@ Shapes: V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -29,22 +29,14 @@ class Family:
 
 
 FAMILIES = {
-    "mtp": Family(
-        mtp.MtpConfig,
-        mtp.MtpHead,
-        lambda target, config, seed, _counts: mtp.build(target, config, seed),
-    ),
-    "eagle": Family(
-        eagle.EagleConfig,
-        eagle.EagleHead,
-        lambda target, config, seed, _counts: eagle.build(target, config, seed),
-    ),
+    "mtp": Family(mtp.MtpConfig, mtp.MtpHead, mtp.build),
+    "eagle": Family(eagle.EagleConfig, eagle.EagleHead, eagle.build),
     "eagle3": Family(eagle3.Eagle3Config, eagle3.Eagle3Head, eagle3.build),
     "peagle": Family(peagle.PEagleConfig, peagle.PEagleHead, peagle.build),
     "medusa": Family(
         medusa.MedusaConfig,
         medusa.MedusaHead,
-        lambda target, config, _seed, _counts: medusa.build(target, config),
+        lambda target, config, _seed, counts_V: medusa.build(target, config, counts_V),
     ),
     "dflash": Family(dflash.DFlashConfig, dflash.DFlashHead, dflash.build),
     "dspark": Family(dspark.DSparkConfig, dspark.DSparkHead, dspark.build),
@@ -103,8 +95,11 @@ def positions_of(config: Any) -> int:
 
 def outline_head(target: Target, config: Any) -> DraftHead:
     """A head without storage, for a target without: shapes alone. A draft vocabulary is as large as it may be."""
+    drafted = getattr(config, "draft_vocabulary", 0)
+    if drafted > target.vocab_size:
+        config = replace(config, draft_vocabulary=target.vocab_size)
     if isinstance(config, eagle3.Eagle3Config):
-        config = eagle3.settle(config, target, min(config.draft_vocabulary, target.vocab_size))
+        config = eagle3.settle(config, target, config.draft_vocabulary)
     if isinstance(config, peagle.PEagleConfig):
         config = peagle.settle(config, target, None)
     if isinstance(config, dflash.DFlashConfig):

@@ -16,6 +16,8 @@ Its rows attend to its own rows alone, causally, as in eq. 21-23 of that paper:
 
 Deeper than D the last module goes on recurrently. (vLLM begins again with module 0 there.)
 
+A module of several layers has whole decoder layers between its block and its final norm.
+
 The head owns no embedding and no lm_head: both are the target's, frozen. It knows no attention context's insides
 and shifts nothing.
 
@@ -36,15 +38,24 @@ from mtp_train.heads.base import Projection
 from mtp_train.heads.block import (
     Rotary,
     make_block,
+    make_later_blocks,
     make_norm,
     require_block,
+    require_layers,
     require_window,
     run_block,
     start_linears,
 )
 from mtp_train.heads.chain import ChainHead
 from mtp_train.heads.native import begin_as_native
-from mtp_train.heads.start import FITTED, INITS, begin_as_last_layer, require_init
+from mtp_train.heads.start import (
+    FITTED,
+    INITS,
+    begin_as_identity,
+    begin_as_last_layer,
+    require_init,
+)
+from mtp_train.heads.vocabulary import choose_again, choose_for, empty_vocabulary, require_size
 from mtp_train.models.target import Target
 
 
@@ -54,6 +65,8 @@ class MtpConfig:
 
     Attributes:
         modules: 1 for all draft steps, or one for each of the first D; every one of them begins alike.
+        draft_vocabulary: so many of the most frequent trained tokens can be drafted; 0 is all of the vocabulary.
+        layers: decoder layers of each module; those after the first begin as the identity, unless `init` is `random`.
         block: `target` for its own decoder layer class, `llama` for a plain Llama's of its sizes.
         init: `last_layer` begins as the target's last layer applied once more, with its final norm undone before it
             (see `start`, also for heads without some norm); `fitted` as that, with the projection fitted to the
@@ -66,9 +79,11 @@ class MtpConfig:
 
     family: str = "mtp"
     modules: int = 1
+    layers: int = 1
     block: str = "target"
     init: str = "last_layer"
     window: int = 0
+    draft_vocabulary: int = 0
     embedding_noise: float = 0.1
     enorm: bool = True
     hnorm: bool = True
@@ -79,6 +94,8 @@ class MtpConfig:
         require_window(self.window)
         require_init(self.init, (*INITS, FITTED, "native"))
         require_block(self.block)
+        require_layers(self.layers)
+        require_size(self.draft_vocabulary)
         if self.modules < 1:
             raise UserError("head.modules must be 1 or more", self.modules, "raise it")
 
@@ -86,24 +103,28 @@ class MtpConfig:
 class MtpHead(ChainHead):
     """One draft head. Build it with `build`; its parameters start in float32.
 
-    The head is its first module; `later` holds the others, a head of one module each.
+    The head is its first module; `later` holds the others, a head of one module each. `later_blocks` are a module's
+    own decoder layers after its first.
     """
 
     family = "mtp"
 
     def __init__(self, target: Target, config: MtpConfig, depth: int = 0) -> None:
-        super().__init__(config)
-        self.cache_layers = self.depths = config.modules
+        super().__init__(config, vocabulary_U=empty_vocabulary(config.draft_vocabulary))
+        self.depths = config.modules
+        self.cache_layers = config.modules * config.layers
         width = target.hidden_size
         self.enorm = make_norm(target, config.enorm, config.block)
         self.hnorm: Any = make_norm(target, config.hnorm, config.block)
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
+        first = depth * config.layers
         self.block = make_block(
-            target, input_norm=config.input_norm, depth=depth, kind=config.block
+            target, input_norm=config.input_norm, depth=first, kind=config.block
         )
+        self.later_blocks = make_later_blocks(target, config.layers, config.block, first=first)
         self.final_norm = make_norm(target, config.final_norm, config.block)
         self.rotary = Rotary(target, config.block)
-        alone = replace(config, modules=1)
+        alone = replace(config, modules=1, draft_vocabulary=0)
         self.later: Any = nn.ModuleList(
             MtpHead(target, alone, depth) for depth in range(1, config.modules)
         )
@@ -117,20 +138,24 @@ class MtpHead(ChainHead):
         """The modules, that of depth 0 first."""
         return [self, *self.later]
 
-    def extended(self, target: Target, config: Any) -> MtpHead:
-        """A head of as many modules, each a copy of its only one."""
-        modules = getattr(config, "modules", 1)
-        if not self.depths == 1 < modules:
-            return self
-        deeper = MtpHead(target, replace(self.config, modules=modules)).to(target.device)
-        one = self.state_dict()
-        deeper.load_state_dict(one, strict=False)
-        for module in deeper.later:
-            module.load_state_dict(one)
-        return deeper
+    def extended(self, target: Target, config: Any, counts_V: Tensor | None = None) -> MtpHead:
+        """A head of as many modules, each a copy of its only one, and with the draft vocabulary asked for."""
+        head, modules = self, getattr(config, "modules", 1)
+        if self.depths == 1 < modules:
+            head = MtpHead(target, replace(self.config, modules=modules)).to(target.device)
+            one = self.state_dict()
+            head.load_state_dict(one, strict=False)
+            for module in head.later:
+                module.load_state_dict({name: one[name] for name in module.state_dict()})
+        choose_again(head, config, counts_V)
+        return head
 
     def decoder_blocks(self) -> list[nn.Module]:
-        return [module.block for module in self.in_order()]
+        return [block for module in self.in_order() for block in module.own_blocks()]
+
+    def own_blocks(self) -> list[nn.Module]:
+        """The decoder layers of this module alone."""
+        return [self.block, *self.later_blocks]
 
     def projections(self) -> list[Projection]:
         return [
@@ -145,17 +170,23 @@ class MtpHead(ChainHead):
         context = windowed(context, self.config.window)
         halves = self._halves(embedding_TD * (position_T != 0).unsqueeze(-1), state_TD)
         rows_TD = self.eh_proj(halves.to(self.eh_proj.weight.dtype))
-        out: Tensor = self.final_norm(
-            run_block(self.block, self.rotary, rows_TD, position_T, context)
-        )
+        for block in self.own_blocks():
+            rows_TD = run_block(block, self.rotary, rows_TD, position_T, context)
+        out: Tensor = self.final_norm(rows_TD)
         return out
 
     def _halves(self, embedding_TD: Tensor, state_TD: Tensor) -> Tensor:
         return torch.cat([self.enorm(embedding_TD), self.hnorm(state_TD)], dim=-1)
 
 
-def build(target: Target, config: MtpConfig, seed: int = 0) -> MtpHead:
-    """A fresh head for `target`, in float32 on its device."""
+def build(
+    target: Target, config: MtpConfig, seed: int = 0, counts_V: Tensor | None = None
+) -> MtpHead:
+    """A fresh head for `target`, in float32 on its device.
+
+    Args:
+        counts_V: how often each token is trained; a draft vocabulary is chosen by it.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         head = MtpHead(target, config)
@@ -172,4 +203,8 @@ def build(target: Target, config: MtpConfig, seed: int = 0) -> MtpHead:
                 )
         if config.init == "native":
             begin_as_native(target, head.in_order())
+        if config.init != "random":
+            for module in head.in_order():
+                begin_as_identity(target, module.later_blocks)
+    choose_for(head, config.draft_vocabulary, counts_V)
     return head.to(target.device)

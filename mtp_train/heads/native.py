@@ -35,7 +35,10 @@ from mtp_train.models.weights import find_tensors, read_tensors
 
 SCALE = "_scale_inv"  # of an fp8 matrix, behind its name
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
-LATER = "later."  # a head's later modules, inside its first
+LATER = (
+    "later.",
+    "later_blocks.",
+)  # a head's later modules inside its first, and a module's later layers
 NOT_WEIGHTS = ("rotary_emb.inv_freq",)
 
 
@@ -217,7 +220,7 @@ def load(module: nn.Module, tensors: dict[str, Tensor], *, one_plus: bool) -> No
     for name, norm in module.named_modules():
         if type(norm).__name__.endswith("RMSNorm") and not name.startswith(LATER):
             tensors[f"{name}.weight"] += int(one_plus) - int(adds_one(norm))
-    module.load_state_dict(tensors, strict=False)  # its later modules are not among them
+    module.load_state_dict(tensors, strict=False)  # later modules and layers are not among them
 
 
 def swap_halves(weight: Tensor) -> Tensor:

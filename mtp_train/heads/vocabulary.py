@@ -1,16 +1,79 @@
-"""Which tokens a head with its own lm_head can draft. Knows no head and no store.
+"""Which tokens a head can draft. Knows no family and no store.
 
-Serving formats write the choice as offsets and flags: d2t[i] = vocabulary[i] - i, t2d = vocabulary's members.
+An lm_head of the head's own has a row for each of them. A head that shares the target's reads those rows of it
+(FR-Spec, arXiv 2502.14856): nothing is added that could be trained, and the choice can be made anew.
 
-Shapes: V the target's vocabulary, U the chosen part.
+Serving formats write the choice as offsets and flags (d2t[i] = vocabulary[i] - i, t2d = vocabulary's members), or as
+the list of its tokens.
+
+Shapes: N rows, D hidden width, V the target's vocabulary, U the chosen part.
 """
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
 
 from mtp_train.core.errors import UserError
 from mtp_train.core.progress import say
+from mtp_train.models.target import Target
+
+
+class LmHeadPart:
+    """The target's lm_head at a vocabulary's rows, copied when it is first asked for, and for another one again."""
+
+    def __init__(self) -> None:
+        self._rows: nn.Module | None = None
+        self._weight: Callable[[], Any] = lambda: None
+        self._vocabulary: tuple[int, int] = (0, 0)
+
+    def logits(self, target: Target, vocabulary_U: Tensor, read_ND: Tensor) -> Tensor:
+        """Logits of the vocabulary's tokens [N, U], capped as the target's."""
+        weight, vocabulary = target.lm_head.weight, _version(vocabulary_U)
+        if self._rows is None or self._weight() is not weight or self._vocabulary != vocabulary:
+            self._rows = target.lm_head_rows(vocabulary_U)
+            self._weight, self._vocabulary = ref(weight), vocabulary
+        return target.capped(self._rows(read_ND))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LmHeadPart:
+        return LmHeadPart()  # a copy of the head may be moved elsewhere
+
+
+def _version(vocabulary_U: Tensor) -> tuple[int, int]:
+    """Where it is and how often it was written; nobody counts that of tensors for inference."""
+    written = -1 if vocabulary_U.is_inference() else vocabulary_U._version
+    return vocabulary_U.data_ptr(), written
+
+
+def empty_vocabulary(size: int) -> Tensor | None:
+    """The place of so many tokens; none for the whole vocabulary."""
+    return torch.zeros(size, dtype=torch.int64) if size else None
+
+
+def require_size(size: int) -> None:
+    if size < 0:
+        rule = "head.draft_vocabulary must be 0 or more"
+        raise UserError(rule, size, "use 0 for the whole vocabulary")
+
+
+def choose_for(head: Any, size: int, counts_V: Tensor | None) -> None:
+    """Let a head that shares the target's lm_head draft `size` tokens; 0 is all of them."""
+    chosen_U = choose_vocabulary(counts_V, size) if size else None
+    device = next(head.parameters()).device
+    head.vocabulary = None if chosen_U is None else chosen_U.to(device)
+    head.config = replace(head.config, draft_vocabulary=0 if chosen_U is None else len(chosen_U))
+
+
+def choose_again(head: Any, config: Any, counts_V: Tensor | None) -> None:
+    """Where a configuration asks for another draft vocabulary than such a head has, choose one."""
+    size = getattr(config, "draft_vocabulary", 0)
+    if config.family == head.family and size != head.config.draft_vocabulary:
+        choose_for(head, size, counts_V)
 
 
 def choose_vocabulary(counts_V: Tensor | None, size: int) -> Tensor:

@@ -24,10 +24,12 @@ def part_acceptance(
     softcap: float | None = None,
     chunk: int = CHUNK,
     bias: tuple[Tensor, Tensor] | None = None,
+    student_softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """sum over the part of min(p, q), p over the whole vocabulary [S, N]; and whether both choose the same token.
 
     Args:
+        softcap: of the target's logits; student_softcap: of the head's, which shares the lm_head's rows.
         teacher: [N, D] where every step has the same goals, else [S, N, D].
         student_head: [U, E], or one per step, [S, U, E].
         bias: (read [S, N, R], matrix [U, R]), whose product is added to the student's logits.
@@ -37,7 +39,7 @@ def part_acceptance(
         matrix = matrix_UR.expand(*student_head.shape[:-1], -1)
         student_head = torch.cat([student_head, matrix.to(student_head.dtype)], dim=-1)
         student_SNE = torch.cat([student_SNE, read_SNR.to(student_SNE.dtype)], dim=-1)
-    output = head_VD, student_head, vocabulary_U, softcap, chunk
+    output = head_VD, student_head, vocabulary_U, softcap, chunk, student_softcap
     if teacher.ndim == 2:
         return _compared(student_SNE, teacher, *output)
     alphas, agreements = [], []
@@ -59,6 +61,7 @@ def _compared(
     vocabulary_U: Tensor,
     softcap: float | None,
     chunk: int,
+    student_softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     steps, own = len(student_SNE), student_head.to(head_VD.dtype)
     own_SUE = own.expand(steps, *own.shape[-2:])
@@ -66,15 +69,17 @@ def _compared(
     for start in range(0, max(teacher_ND.shape[0], 1), chunk):
         teacher_CD = teacher_ND[start : start + chunk].to(head_VD.dtype)
         student_SCE = student_SNE[:, start : start + chunk].to(head_VD.dtype)
-        logits_CV = (teacher_CD @ head_VD.T).float()
-        if softcap is not None:  # the target's
-            logits_CV = torch.tanh(logits_CV / softcap) * softcap
+        logits_CV = _capped((teacher_CD @ head_VD.T).float(), softcap)
         choice_C, p_CU = logits_CV.argmax(-1), torch.softmax(logits_CV, dim=-1)[:, vocabulary_U]
         for student_CE, own_UE in zip(student_SCE, own_SUE, strict=True):
-            logits_CU = (student_CE @ own_UE.T).float()
+            logits_CU = _capped((student_CE @ own_UE.T).float(), student_softcap)
             alphas.append(torch.minimum(p_CU, torch.softmax(logits_CU, dim=-1)).sum(-1))
             agreements.append(vocabulary_U[logits_CU.argmax(-1)] == choice_C)
     return _joined(alphas, steps), _joined(agreements, steps)
+
+
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
 def _joined(parts: list[Tensor], steps: int) -> Tensor:

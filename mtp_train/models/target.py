@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -216,7 +217,26 @@ class Target:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """lm_head of post-norm states, capped where the target caps its logits: [..., D] -> [..., V]."""
-        return capped_logits(self.lm_head(hidden), self.config)
+        return self.capped(self.lm_head(hidden))
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """What it makes of its lm_head's output."""
+        return capped_logits(logits, self.config)
+
+    def lm_head_rows(self, token_U: Tensor) -> nn.Module:
+        """The lm_head of these tokens alone: a frozen copy of their rows, [..., D] -> [..., U].
+
+        Where ranks hold the target together, all of them must ask, and each gets all of the rows.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            weight = self.lm_head.weight.detach()
+            whole_VD = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            rows_UD = nn.Parameter(whole_VD[token_U.to(whole_VD.device)], requires_grad=False)
+            linear = nn.Linear(self.hidden_size, len(token_U), bias=False, device="meta")
+            linear.weight = rows_UD
+            made = nn.Sequential(linear)
+            pack_linears(made)
+        return made
 
     def embed(self, tokens: Tensor) -> Tensor:
         """What the first decoder layer gets: [...] -> [..., D].

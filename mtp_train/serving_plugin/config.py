@@ -6,6 +6,6 @@ from transformers import LlamaConfig
 
 
 class MtpTrainConfig(LlamaConfig):
-    """Keys beside a Llama's: `num_nextn_predict_layers`, `norms` (those that the head has) and `qkv_bias`."""
+    """Keys beside a Llama's: `num_nextn_predict_layers`, `module_layers`, `norms` it has, `qkv_bias`."""
 
     model_type = "mtp"

@@ -37,9 +37,9 @@ MAPPER = WeightsMapper(
 
 
 class Module(nn.Module):
-    """One module."""
+    """One module, its decoder layers numbered from `first` on."""
 
-    def __init__(self, vllm_config: VllmConfig, config: Any, prefix: str) -> None:
+    def __init__(self, vllm_config: VllmConfig, config: Any, prefix: str, first: int) -> None:
         super().__init__()
         width = config.hidden_size
 
@@ -50,15 +50,22 @@ class Module(nn.Module):
         self.enorm = norm("enorm")
         self.hnorm = norm("hnorm")
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
-        self.block: Any = LlamaDecoderLayer(vllm_config, prefix=prefix, config=config)
+        self.block: Any = LlamaDecoderLayer(vllm_config, prefix=f"{prefix}.{first}", config=config)
         if "input_norm" not in config.norms:
             self.block.input_layernorm = nn.Identity()
+        layers = getattr(config, "module_layers", 1)  # folders of earlier versions don't say
+        self.later_blocks = nn.ModuleList(
+            LlamaDecoderLayer(vllm_config, prefix=f"{prefix}.{first + at}", config=config)
+            for at in range(1, layers)
+        )
         self.final_norm = norm("final_norm")
 
     def forward(self, embedding_TD: Tensor, state_TD: Tensor, position_T: Tensor) -> Tensor:
         embedding_TD = torch.where(position_T.unsqueeze(-1) == 0, 0, embedding_TD)
         halves = torch.cat([self.enorm(embedding_TD), self.hnorm(state_TD)], dim=-1)
         rows_TD, residual_TD = self.block(position_T, self.eh_proj(halves), None)
+        for block in self.later_blocks:
+            rows_TD, residual_TD = block(position_T, rows_TD, residual_TD)
         out: Tensor = self.final_norm(residual_TD + rows_TD)
         return out
 
@@ -70,9 +77,10 @@ class Modules(nn.Module):
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         # vLLM sorts its caches by the number in a layer's name: ours follow the target's.
+        layers = getattr(config, "module_layers", 1)
         first = vllm_config.model_config.hf_text_config.num_hidden_layers
         self.layers = nn.ModuleList(
-            Module(vllm_config, config, f"{prefix}.layers.{first + depth}")
+            Module(vllm_config, config, f"{prefix}.layers", first + depth * layers)
             for depth in range(config.num_nextn_predict_layers)
         )
 

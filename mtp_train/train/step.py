@@ -104,9 +104,18 @@ class RolloutModule(nn.Module):
             valid_SN=aligned.valid_SN,
             measure=measure,
         )
-        if measure and part is not None and own is not None:  # the head's own part
+        if measure and part is not None:  # the head's own part
+            cap = target.logit_softcap
+            rows, own_cap = (self._part, cap) if own is None else (own, None)
             alpha_SN, agree_SN = part_acceptance(
-                student, teacher, self._whole, own, part, target.logit_softcap, bias=bias
+                student,
+                teacher,
+                self._whole,
+                rows,
+                part,
+                cap,
+                bias=bias,
+                student_softcap=own_cap,
             )
             values = replace(values, alpha_SN=alpha_SN, agree_SN=agree_SN)
         return PackLoss(values, aligned, found.confidence_SN)
