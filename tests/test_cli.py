@@ -1127,11 +1127,13 @@ def test_an_eagle3_run_and_another_one_that_begins_from_its_head(
         (("head=mtp", "head.block=llama"), ("mimo_mtp",)),
         (("head=eagle",), ("eagle", "eagle_sglang")),
         (
-            ("head=eagle3", "head.draft_vocabulary=20", "head.fc_norm=true"),
+            ("head=eagle3", "head.draft_vocabulary=20", "head.fc_norm=true", "head.window=6"),
             ("eagle3", "speculators"),
         ),
+        (("head=mtp", "head.layers=2"), ("mtp_train_vllm",)),
+        (("head=eagle", "head.layers=2", "head.draft_vocabulary=20"), ("eagle_sglang",)),
     ],
-    ids=["mtp", "eagle", "eagle3"],
+    ids=["mtp", "eagle", "eagle3", "mtp-layers", "eagle-part"],
 )
 def test_a_head_is_exported_imported_measured_and_trained_further(
     capsys: pytest.CaptureFixture[str],
